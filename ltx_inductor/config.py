@@ -1,0 +1,88 @@
+"""What a compile was asked to do: one frozen dataclass, filled from options and the environment.
+
+Options travel in `torch.compile(..., options={...})` under the prefix `ltx_inductor.`; every other key belongs to
+Inductor. The rewrite reads nothing else: no environment variable, no device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+PREFIX = "ltx_inductor."
+RULES = ("rmsnorm_split_rope",)
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of one compile; `with_options` is the way to make one from user input.
+
+    rules:   names of the rules to run, in this order.
+    cpu:     rewrite CPU graphs too. The op then runs its reference, which is slower than Inductor's C++.
+    strict:  a lost or refused site is an error (LostFusionError) instead of a line in the report.
+    dump:    folder for before/after/diff files of every graph and every rewrite, or None.
+    """
+
+    rules: tuple[str, ...] = RULES
+    cpu: bool = False
+    strict: bool = False
+    dump: str | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [r for r in self.rules if r not in RULES]
+        if unknown:
+            raise ValueError(f"rules={list(self.rules)!r}: {unknown[0]!r} is not a rule; the rules are: {', '.join(RULES)}")
+
+    def with_options(self, options: Mapping[str, Any]) -> Config:
+        """A copy with the `ltx_inductor.*` keys of `options` applied; other keys are ignored.
+
+        Raises ValueError for an unknown key (listing the known ones) and TypeError for a value of the wrong type.
+        """
+        known = {f.name for f in fields(self)}
+        new: dict[str, Any] = {}
+        for key, value in options.items():
+            if not key.startswith(PREFIX):
+                continue
+            name = key[len(PREFIX) :]
+            if name not in known:
+                listed = ", ".join(PREFIX + k for k in sorted(known))
+                raise ValueError(f"unknown option {key!r}; the options are: {listed}")
+            new[name] = _checked(name, value)
+        return replace(self, **new)
+
+
+def _checked(name: str, value: Any) -> Any:
+    key = PREFIX + name
+    if name == "rules":
+        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            raise TypeError(f"option {key}={value!r}: expected a list of rule names out of {list(RULES)}")
+        return tuple(value)
+    if name == "dump":
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            raise TypeError(f"option {key}={value!r}: expected a folder path or None")
+        return None if value is None else os.fspath(value)
+    if not isinstance(value, bool):
+        raise TypeError(f"option {key}={value!r}: expected True or False")
+    return value
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Config:
+    """The defaults as LTX_INDUCTOR_CPU, LTX_INDUCTOR_STRICT (0/1) and LTX_INDUCTOR_DUMP (a folder) set them."""
+    env = os.environ if environ is None else environ
+    return Config(
+        cpu=_flag(env, "LTX_INDUCTOR_CPU"),
+        strict=_flag(env, "LTX_INDUCTOR_STRICT"),
+        dump=env.get("LTX_INDUCTOR_DUMP") or None,
+    )
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"{name}={value!r}: expected one of {', '.join(_TRUE + _FALSE[:-1])}")

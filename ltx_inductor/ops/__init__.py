@@ -1,0 +1,3 @@
+"""The fused ops: schema, fake, reference and dispatch, one file per op. Importing it registers them."""
+
+from ltx_inductor.ops import rope as rope

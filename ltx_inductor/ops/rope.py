@@ -1,0 +1,180 @@
+"""`rmsnorm_split_rope` and `qk_rmsnorm_split_rope`: RMSNorm -> split RoPE of one or two tensors, as opaque ops.
+
+    n    = RMSNorm(x, weight, eps)                 over the last axis of x
+    out  = [n0*cos - n1*sin, n1*cos + n0*sin]      n0, n1 = the two halves of every head of n
+
+x       [B, S, H*D] (norm over the whole row) or [B, S, H, D] (norm per head), bf16 or fp16, any strides
+weight  [H*D] or [D], the dtype of x, or None
+cos,sin [B or 1, H or 1, S, D/2], the dtype of x or fp32, any strides (0 = broadcast)
+out     layout "bshd": shape of x, contiguous; layout "bhsd": [B, H, S, D], contiguous. The dtype is the contract's.
+
+The reference is the eager chain of the contract (see `ltx_inductor.contract`), op by op, and so has its bits on every
+device. On CUDA the kernel runs; the reference only where the kernel says that eager itself takes another path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ltx_inductor.contract import Contract, lookup
+
+LAYOUTS = ("bshd", "bhsd")
+_LIBRARY = torch.library.Library("ltx_inductor", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+_LIBRARY.define(
+    "rmsnorm_split_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, int num_heads, str contract, "
+    'str layout="bshd") -> Tensor',
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "qk_rmsnorm_split_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor q_cos, Tensor q_sin, "
+    "Tensor? k_cos, Tensor? k_sin, float q_eps, float k_eps, int q_heads, int k_heads, str contract, "
+    'str layout="bshd") -> (Tensor, Tensor)',
+    tags=_TAGS,
+)
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    contract: str,
+    layout: str = "bshd",
+) -> Tensor:
+    """The eager chain of `contract`; shapes as in the module's docstring."""
+    c = lookup(contract)
+    _check(x, weight, cos, sin, num_heads, layout, c)
+    out = _rotate(_normalise(x, weight, eps, num_heads, c), cos, sin, c)  # [B, H, S, D]
+    if c.narrow_result:
+        out = out.to(x.dtype)
+    if layout == "bhsd":
+        return out.contiguous()
+    return out.transpose(1, 2).reshape(x.shape).contiguous()
+
+
+def _normalise(x: Tensor, weight: Tensor | None, eps: float, num_heads: int, c: Contract) -> Tensor:
+    """[B, H, S, D], rounded to the dtype of x or left in fp32."""
+    if not c.narrow_norm:
+        x, weight = x.float(), None if weight is None else weight.float()
+    n = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+    return n.reshape(*_heads_shape(x, num_heads)).transpose(1, 2)
+
+
+def _rotate(n: Tensor, cos: Tensor, sin: Tensor, c: Contract) -> Tensor:
+    """[B, H, S, D] -> the same shape; the dtype of the sum (n's, or fp32)."""
+    if not c.narrow_product:
+        n = n.float()
+        cos, sin = cos.float(), sin.float()
+    n0, n1 = n.chunk(2, dim=-1)
+    if c.fused_sum:
+        a = torch.addcmul(n0 * cos, -sin, n1)
+        b = torch.addcmul(n1 * cos, sin, n0)
+    else:
+        a = n0 * cos + -sin * n1
+        b = n1 * cos + sin * n0
+    return torch.cat((a, b), dim=-1)
+
+
+def _heads_shape(x: Tensor, num_heads: int) -> tuple[int, int, int, int]:
+    """(B, S, H, D) of an x that is [B, S, H*D] or [B, S, H, D]."""
+    head_dim = x.shape[-1] // num_heads if x.dim() == 3 else x.shape[-1]
+    return x.shape[0], x.shape[1], num_heads, head_dim
+
+
+def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int, layout: str, c: Contract) -> None:
+    """Raises ValueError, naming the argument, its value and what is accepted. Adds no guard on a dynamic B or S."""
+    if x.dim() not in (3, 4):
+        raise ValueError(f"x has {x.dim()} axes; expected [B, S, H*D] or [B, S, H, D]")
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"x is {x.dtype}; expected torch.bfloat16 or torch.float16")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if x.dim() == 4 and x.shape[2] != num_heads or x.dim() == 3 and (num_heads < 1 or x.shape[-1] % num_heads):
+        raise ValueError(f"num_heads={num_heads} does not fit x of shape {list(x.shape)}")
+    _, _, heads, head_dim = _heads_shape(x, num_heads)
+    if head_dim % 2:
+        raise ValueError(f"x has heads of {head_dim} elements; expected an even number, since a head has two halves")
+    if weight is not None and (weight.dim() != 1 or weight.shape[0] != x.shape[-1] or weight.dtype != x.dtype):
+        raise ValueError(
+            f"weight is {weight.dtype} {list(weight.shape)}; expected {x.dtype} [{x.shape[-1]}], the last axis of x"
+        )
+    for name, t in (("cos", cos), ("sin", sin)):
+        if t.dim() != 4 or t.shape[1] not in (1, heads) or t.shape[3] != head_dim // 2:
+            raise ValueError(
+                f"{name} has shape {list(t.shape)}; expected [B or 1, {heads} or 1, S, {head_dim // 2}] for x {list(x.shape)}"
+            )
+        allowed = (x.dtype,) if c.narrow_product else (x.dtype, torch.float32)
+        if t.dtype not in allowed or t.dtype != cos.dtype:
+            raise ValueError(
+                f"{name} is {t.dtype}; expected {' or '.join(map(str, allowed))} for contract {c.name}, the same for cos and sin"
+            )
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    contract: str,
+    layout: str = "bshd",
+) -> Tensor:
+    c = lookup(contract)
+    _check(x, weight, cos, sin, num_heads, layout, c)
+    dtype = x.dtype if c.narrow_result else torch.float32
+    if layout == "bshd":
+        return x.new_empty(x.shape, dtype=dtype)
+    b, s, h, d = _heads_shape(x, num_heads)
+    return x.new_empty((b, h, s, d), dtype=dtype)
+
+
+def _pair(side):  # type: ignore[no-untyped-def]
+    """The two-sided op from a one-sided function; k_cos/k_sin None means that k uses q's tables."""
+
+    def both(
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        q_cos: Tensor,
+        q_sin: Tensor,
+        k_cos: Tensor | None,
+        k_sin: Tensor | None,
+        q_eps: float,
+        k_eps: float,
+        q_heads: int,
+        k_heads: int,
+        contract: str,
+        layout: str = "bshd",
+    ) -> tuple[Tensor, Tensor]:
+        if (k_cos is None) != (k_sin is None):
+            raise ValueError("k_cos and k_sin: expected both, or None for both to use q's tables")
+        return (
+            side(q, q_weight, q_cos, q_sin, q_eps, q_heads, contract, layout),
+            side(
+                k,
+                k_weight,
+                q_cos if k_cos is None else k_cos,
+                q_sin if k_sin is None else k_sin,
+                k_eps,
+                k_heads,
+                contract,
+                layout,
+            ),
+        )
+
+    return both
+
+
+reference_pair = _pair(reference)
+
+_LIBRARY.impl("rmsnorm_split_rope", reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("qk_rmsnorm_split_rope", reference_pair, "CompositeExplicitAutograd")
+torch.library.register_fake("ltx_inductor::rmsnorm_split_rope", _fake, lib=_LIBRARY)
+torch.library.register_fake("ltx_inductor::qk_rmsnorm_split_rope", _pair(_fake), lib=_LIBRARY)

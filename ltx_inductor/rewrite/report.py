@@ -1,0 +1,176 @@
+"""What a compile did and did not rewrite: sites, refusals, and the report that carries both.
+
+Plain data: everything here can be turned into JSON and back, so that a report outlives the process (see
+`ltx_inductor.backend`, which finds it again when Inductor's caches skip the pass).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class LostFusionError(RuntimeError):
+    """A rewrite that was asked for did not happen; the message lists what is missing and why."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One rewritten side: one RMSNorm -> RoPE chain of one tensor.
+
+    rule, op: names, such as "rmsnorm_split_rope" and "ltx_inductor::qk_rmsnorm_split_rope".
+    side:     "q" or "k" where the attention that reads the result tells, else None.
+    pair:     number of the two-sided op this side shares with another side of the same graph, else None.
+    source:   "file.py:123", the user's line that starts the chain; "" if the graph does not know it.
+    shapes:   sizes as text, symbols for dynamic ones, by operand: x, cos, out.
+    contract: the rounding contract, see `ltx_inductor.contract`.
+    node:     the graph value that was replaced.
+    """
+
+    rule: str
+    op: str
+    side: str | None
+    pair: int | None
+    source: str
+    shapes: dict[str, str]
+    contract: str
+    node: str
+    graph: int = 0
+
+    def __str__(self) -> str:
+        side = f"{self.side} side" if self.side else "one side"
+        pair = f", pair {self.pair}" if self.pair is not None else ""
+        shapes = " ".join(f"{k}={v}" for k, v in self.shapes.items())
+        return f"{self.source or '<no source line>'}  {self.rule} ({side}{pair})  {self.contract}  {shapes}  -> {self.op}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A near-match that was left alone: the reason as a sentence, and what to change."""
+
+    rule: str
+    reason: str
+    source: str = ""
+    node: str = ""
+    expected: str = ""
+    found: str = ""
+    hint: str = ""
+    graph: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"{self.source or '<no source line>'}  {self.rule} not rewritten: {self.reason}"]
+        for name in ("found", "expected", "hint"):
+            text = getattr(self, name)
+            if text:
+                lines.append(f"      {name + ':':<10}{text}")
+        return "\n".join(lines)
+
+
+@dataclass
+class GraphReport:
+    """Sites and refusals of one graph, in program order."""
+
+    sites: list[Site] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    nodes: int = 0
+    pass_ms: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> GraphReport:
+        """Inverse of `to_dict`; raises TypeError or KeyError where the data is not a graph report."""
+        return GraphReport(
+            [Site(**s) for s in data["sites"]],
+            [Refusal(**r) for r in data["refusals"]],
+            int(data["nodes"]),
+            float(data["pass_ms"]),
+        )
+
+
+@dataclass
+class RewriteReport:
+    """All graphs of one compiled callable.
+
+    cached: the report was read back because Inductor's caches answered and the pass did not run.
+    notes:  sentences about the compile as a whole, such as why a kernel could not be built.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    cached: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sites(self) -> list[Site]:
+        """Rewritten sides, by graph, in program order."""
+        return [s for g in self.graphs for s in g.sites]
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        """Near-matches that were left alone, by graph, in program order."""
+        return [r for g in self.graphs for r in g.refusals]
+
+    @property
+    def pass_ms(self) -> float:
+        """Milliseconds spent in the pass, summed over graphs."""
+        return sum(g.pass_ms for g in self.graphs)
+
+    def count(self, rule: str | None = None) -> int:
+        """Rewritten sides of `rule`, or of every rule."""
+        return sum(rule is None or s.rule == rule for s in self.sites)
+
+    def expect(self, **counts: int) -> None:
+        """Raises LostFusionError unless each named rule rewrote exactly that many sides.
+
+        The message lists the sites that were found and every refusal, with its reason.
+        """
+        wrong = {rule: n for rule, n in counts.items() if self.count(rule) != n}
+        if not wrong:
+            return
+        head = "; ".join(f"expected {n} sides of {rule}, found {self.count(rule)}" for rule, n in wrong.items())
+        raise LostFusionError(f"{head}\n{self}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready dict with keys graphs, cached, notes, pass_ms, counts."""
+        rules = sorted({s.rule for s in self.sites})
+        return {
+            "graphs": [g.to_dict() for g in self.graphs],
+            "cached": self.cached,
+            "notes": list(self.notes),
+            "pass_ms": self.pass_ms,
+            "counts": {rule: self.count(rule) for rule in rules},
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> RewriteReport:
+        """Inverse of `to_dict`."""
+        graphs = [GraphReport.from_dict(g) for g in data["graphs"]]
+        return RewriteReport(graphs, bool(data["cached"]), list(data["notes"]))
+
+    def __str__(self) -> str:
+        return "\n".join(_render(self))
+
+
+def _render(report: RewriteReport) -> Iterable[str]:
+    n, m = len(report.sites), len(report.refusals)
+    origin = ", read from cache" if report.cached else ""
+    yield (
+        f"ltx_inductor: {n} side{'s' * (n != 1)} rewritten, {m} refused, in {len(report.graphs)} "
+        f"graph{'s' * (len(report.graphs) != 1)} ({report.pass_ms:.1f} ms in the pass{origin})"
+    )
+    for note in report.notes:
+        yield f"  note: {note}"
+    if report.sites:
+        yield "rewritten:"
+        yield from (f"  {s}" for s in report.sites)
+    if report.refusals:
+        yield "left alone:"
+        yield from (f"  {r}" for r in report.refusals)
+    if not report.sites and not report.refusals:
+        yield "  nothing in it looks like a rotation of a normalised query or key"
