@@ -1,0 +1,22 @@
+/* Which kernel serves which configuration, and its launch shape. Shared by the kernels (CUDA) and the launcher (C), so
+ * that the two cannot disagree. */
+#ifndef LTX_ROPE_PLAN_H
+#define LTX_ROPE_PLAN_H
+
+/* rope_row_registers.cuh: head_dim a power of two, hidden a multiple of 512 that fits the registers. */
+#define LTX_REGISTER_THREADS 64
+#define LTX_USES_REGISTERS(head_dim, norm, per_head)                                                        \
+  (!(per_head) && ((head_dim) == 32 || (head_dim) == 64 || (head_dim) == 128 || (head_dim) == 256) && \
+   (norm) % 512 == 0 && (norm) <= 5120)
+
+/* rope_row_staged.cuh: any other norm over the row, and all row norms whose strides forbid vectors. */
+#define LTX_STAGED_THREADS 128
+/* q and k rows of a token both wait in shared memory; 48 KB is what a kernel gets without asking. */
+#define LTX_STAGED_PAIR_FITS(norm) ((norm) <= 8192)
+
+/* rope_per_head.cuh: one group of lanes per HEAD_UNROLL consecutive heads of a token. */
+#define LTX_HEAD_THREADS 128
+#define LTX_HEAD_UNROLL 4
+#define LTX_HEAD_GROUP(head_dim) ((head_dim) <= 32 ? 8 : (head_dim) <= 64 ? 16 : 32)
+
+#endif
