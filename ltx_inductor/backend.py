@@ -1,0 +1,56 @@
+"""`ltx_backend`: Inductor, with our pass behind the user's own passes. The entry point `ltx` leads here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import ltx_inductor.ops.rope  # noqa: F401  (a graph out of a cache finds its ops)
+from ltx_inductor import session
+from ltx_inductor.config import PREFIX, Config, from_environment
+from ltx_inductor.joint_pass import LtxPass, with_ours
+
+_HOOK = "joint_custom_pre_pass"
+
+
+def ltx_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Callable[..., Any]:
+    """Backend for `torch.compile(model, backend="ltx")`: compiles with Inductor after the rewrite.
+
+    mode, options and dynamic mean what they mean for backend="inductor", errors included. Keys of `options` with the
+    prefix "ltx_inductor." are ours (see `ltx_inductor.Config`), all others are Inductor's.
+
+    Raises ValueError or TypeError for a wrong option of ours, RuntimeError for a wrong one of Inductor's (Dynamo wraps
+    them into BackendCompilerFailed), LostFusionError if `ltx_inductor.strict` is set and a site was lost or refused.
+    """
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+
+    config, patches = split_options(mode, options, dynamic)
+    hook = patches[_HOOK] if _HOOK in patches else getattr(inductor_config, _HOOK)
+    patches[_HOOK] = chain = with_ours(hook, LtxPass(config))
+    with inductor_config.patch(patches):
+        pass_id = chain.uuid()
+        with session.backend_call(gm, example_inputs, None if pass_id is None else repr(pass_id)):
+            return compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def split_options(
+    mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None = None
+) -> tuple[Config, dict[str, Any]]:
+    """Our options, on top of the environment's, and the config patches Inductor's own backend would apply."""
+    options = options or {}
+    config = from_environment().with_options(options)
+    theirs = {key: value for key, value in options.items() if not key.startswith(PREFIX)}
+    # Inductor's own wrapper: its checks and messages, the bisector's overrides and the CUPTI workaround come with it.
+    wrapper = torch._TorchCompileInductorWrapper(mode, theirs, dynamic)
+    return config, dict(wrapper.config)

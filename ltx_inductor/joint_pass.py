@@ -1,0 +1,120 @@
+"""The rewrite as a pass in Inductor's `joint_custom_pre_pass` hook, alone or behind the user's own passes.
+
+That hook sees the functionalised, decomposed ATen graph before Inductor's own patterns delete views and casts, in
+inference too, and runs before FxGraphCache is asked. A pass with a `uuid()` keeps both of Inductor's caches working.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch._dynamo.exc import ShortenTraceback
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ltx_inductor import session
+from ltx_inductor.cache_id import cache_id
+from ltx_inductor.config import Config
+from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal
+
+log = logging.getLogger("ltx_inductor")
+GraphPass = Callable[[fx.Graph], Any]
+
+
+class StrictError(LostFusionError, ShortenTraceback):
+    """The LostFusionError of a compile: Dynamo wraps any other exception into BackendCompilerFailed."""
+
+    def __init__(self, message: str) -> None:
+        ShortenTraceback.__init__(self, message, first_useful_frame=None)
+
+
+def rewrite(graph: fx.Graph, config: Config) -> GraphReport:
+    """Rewrites `graph` in place. Raises StrictError under `strict`; any other error is logged and reported."""
+    from ltx_inductor.rewrite import passes
+
+    prepare_kernels(graph, config)
+    try:
+        return passes.rewrite_graph(graph, config, kernels=None)
+    except LostFusionError as error:
+        raise StrictError(str(error)) from error
+    except Exception as error:
+        log.exception("the rewrite failed; the graph is compiled as it is")
+        graph.lint()
+        reason = f"an internal error of ltx_inductor, {type(error).__name__}: {error}"
+        hint = "please report it, with the log of TORCH_LOGS=+ltx_inductor"
+        return GraphReport([], [Refusal(", ".join(config.rules), reason, hint=hint)], len(graph.nodes))
+
+
+def prepare_kernels(graph: fx.Graph, config: Config) -> None:
+    """Builds or loads what the rewritten graph will launch, now: CUDA-graph capture must never meet a build.
+
+    Kernels come with the issue "RMSNorm + split RoPE on the GPU"; until then every op runs its reference.
+    """
+
+
+class LtxPass(CustomGraphPass):  # type: ignore[misc]
+    """Our pass, with the options of one compile. Picklable; its reports go to the session."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, graph: fx.Graph) -> None:
+        session.deliver(rewrite(graph, self.config))
+
+    def uuid(self) -> str | None:
+        """None, which bypasses the caches, where dumps are asked for: a cache hit would write none."""
+        return None if self.config.dump is not None else cache_id(self.config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LtxPass) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return hash(self.config)
+
+
+class PassChain(CustomGraphPass):  # type: ignore[misc]
+    """Passes in order, as one pass: torch 2.11 has room for one only. Ours comes last, so that the user's see the
+    graph they would see without us."""
+
+    def __init__(self, *passes: GraphPass) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for p in self.passes:
+            p(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """The passes' ids, or None where one has none: Inductor then bypasses its caches, as without us."""
+        ids = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes)
+        whole = ids if all(ids) else None
+        session.observe(None if whole is None else repr(whole))
+        return whole
+
+
+def flatten(hook: Any) -> list[GraphPass]:
+    """The passes in a hook's value: None, one pass, or (torch 2.13) a list of them; chains of ours are opened."""
+    if hook is None:
+        return []
+    if isinstance(hook, (list, tuple)):
+        return [p for h in hook for p in flatten(h)]
+    if isinstance(hook, PassChain):
+        return [p for h in hook.passes for p in flatten(h)]
+    return [hook]
+
+
+def with_ours(hook: Any, ours: LtxPass) -> PassChain:
+    """A value for the hook that runs what is in it, without an older pass of ours, and then `ours`."""
+    return PassChain(*(p for p in flatten(hook) if not isinstance(p, LtxPass)), ours)
+
+
+def without_ours(hook: Any) -> Any:
+    """The hook's value with no pass of ours in it; unchanged, as the same object, if there is none."""
+    passes = flatten(hook)
+    rest = [p for p in passes if not isinstance(p, LtxPass)]
+    if len(rest) == len(passes) and not isinstance(hook, PassChain):
+        return hook
+    if not rest:
+        return None
+    return rest[0] if len(rest) == 1 else PassChain(*rest)
