@@ -34,7 +34,9 @@ class Config:
     def __post_init__(self) -> None:
         unknown = [r for r in self.rules if r not in RULES]
         if unknown:
-            raise ValueError(f"rules={list(self.rules)!r}: {unknown[0]!r} is not a rule; the rules are: {', '.join(RULES)}")
+            raise ValueError(
+                f"rules={list(self.rules)!r}: {unknown[0]!r} is not a rule; the rules are: {', '.join(RULES)}"
+            )
 
     def with_options(self, options: Mapping[str, Any]) -> Config:
         """A copy with the `ltx_inductor.*` keys of `options` applied; other keys are ignored.

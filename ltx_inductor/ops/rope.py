@@ -86,7 +86,9 @@ def _heads_shape(x: Tensor, num_heads: int) -> tuple[int, int, int, int]:
     return x.shape[0], x.shape[1], num_heads, head_dim
 
 
-def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int, layout: str, c: Contract) -> None:
+def _check(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int, layout: str, c: Contract
+) -> None:
     """Raises ValueError, naming the argument, its value and what is accepted. Adds no guard on a dynamic B or S."""
     if x.dim() not in (3, 4):
         raise ValueError(f"x has {x.dim()} axes; expected [B, S, H*D] or [B, S, H, D]")
@@ -94,7 +96,7 @@ def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, num_heads
         raise ValueError(f"x is {x.dtype}; expected torch.bfloat16 or torch.float16")
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}; expected one of {', '.join(LAYOUTS)}")
-    if x.dim() == 4 and x.shape[2] != num_heads or x.dim() == 3 and (num_heads < 1 or x.shape[-1] % num_heads):
+    if (x.dim() == 4 and x.shape[2] != num_heads) or (x.dim() == 3 and (num_heads < 1 or x.shape[-1] % num_heads)):
         raise ValueError(f"num_heads={num_heads} does not fit x of shape {list(x.shape)}")
     _, _, heads, head_dim = _heads_shape(x, num_heads)
     if head_dim % 2:

@@ -43,7 +43,9 @@ class Site:
         side = f"{self.side} side" if self.side else "one side"
         pair = f", pair {self.pair}" if self.pair is not None else ""
         shapes = " ".join(f"{k}={v}" for k, v in self.shapes.items())
-        return f"{self.source or '<no source line>'}  {self.rule} ({side}{pair})  {self.contract}  {shapes}  -> {self.op}"
+        return (
+            f"{self.source or '<no source line>'}  {self.rule} ({side}{pair})  {self.contract}  {shapes}  -> {self.op}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""May a side be replaced at all? Each check raises Refuse with what stands in the way and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.fx
+
+from ltx_inductor.rewrite.axes import SidePlan
+from ltx_inductor.rewrite.digits import Refuse
+from ltx_inductor.rewrite.layout import LAYOUT
+from ltx_inductor.rewrite.view import GraphView
+
+Node = torch.fx.Node
+
+
+def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SidePlan:
+    """Returns the side unchanged, or raises Refuse."""
+    _check_norm(planned)
+    inside = _replaced_nodes(planned, region)
+    _check_readers(view, planned, inside)
+    _check_mutation(view, planned)
+    _check_streams(planned, inside)
+    if view.is_training:
+        raise Refuse(
+            "this is a training graph: its backward reads values inside the norm and the rotation",
+            expected="an inference graph",
+            hint="call the model under torch.no_grad() or torch.inference_mode()",
+        )
+    return planned
+
+
+def _check_norm(planned: SidePlan) -> None:
+    st = planned.side.statistic
+    if not st.mean:
+        raise Refuse(
+            f"{st.rstd.name} divides a sum by N, which rounds differently from the mean of torch.rms_norm",
+            expected="torch.rms_norm or torch.nn.RMSNorm",
+        )
+    if not st.fused:
+        raise Refuse(
+            f"the norm of {st.x.name} is written out by hand, so eager adds up its squares in another order than "
+            "torch.rms_norm",
+            expected="torch.nn.RMSNorm or torch.nn.functional.rms_norm",
+            hint="use torch.nn.RMSNorm in the model: same values, and this rewrite",
+        )
+
+
+def _replaced_nodes(planned: SidePlan, region: set[Node]) -> set[Node]:
+    """The nodes that are redundant once the result is replaced: everything between x, the tables and the result."""
+    side = planned.side
+    stop = {side.x.node, side.cos.node, side.sin.node}
+    if side.weight:
+        stop.add(side.weight.node)
+    seen: set[Node] = set()
+    todo = [side.result]
+    while todo:
+        n = todo.pop()
+        if n not in seen and n not in stop and (n in region or n is side.result):
+            seen.add(n)
+            todo += n.all_input_nodes
+    return seen
+
+
+def _check_readers(view: GraphView, planned: SidePlan, inside: set[Node]) -> None:
+    """Intermediates of the rotation must not be read outside; the norm's own values may (the norm then stays)."""
+    for n in sorted(inside, key=view.order.__getitem__):
+        if n is planned.side.result or not _is_past_the_norm(view, n, planned, inside):
+            continue
+        for u in n.users:
+            if u not in inside and u in view.live:
+                raise Refuse(
+                    f"{n.name}, an intermediate of the rotation, is also read by {u.name}",
+                    expected="that only the rotation reads it",
+                    hint="compute the other use from the result or from the normalised value",
+                )
+
+
+def _is_past_the_norm(view: GraphView, n: Node, planned: SidePlan, inside: set[Node]) -> bool:
+    """Does n depend on a table? Then keeping it would mean computing the rotation twice."""
+    tables = {planned.side.cos.node, planned.side.sin.node}
+    todo, seen = [n], {n}
+    while todo:
+        for a in todo.pop().all_input_nodes:
+            if a in seen:
+                continue
+            seen.add(a)
+            if a in inside:
+                todo.append(a)
+            elif _reads(view, a, tables):
+                return True
+    return False
+
+
+def _reads(view: GraphView, n: Node, tables: set[Node], limit: int = 8) -> bool:
+    """Is n a view or a cast of a table? (An operand is taken at its root; the graph uses its views, or duplicates.)"""
+    for _ in range(limit):
+        if view.same(n) in tables:
+            return True
+        if n.op != "call_function" or not n.all_input_nodes:
+            return False
+        n = n.all_input_nodes[0]
+    return False
+
+
+def _inputs(planned: SidePlan) -> Iterator[Node]:
+    side = planned.side
+    yield side.x.node
+    yield side.cos.node
+    yield side.sin.node
+    if side.weight:
+        yield side.weight.node
+
+
+def _check_mutation(view: GraphView, planned: SidePlan) -> None:
+    """No op between the inputs and the result writes to memory that an input may share."""
+    roots = {_storage_root(n): n for n in _inputs(planned)}
+    end = view.order[planned.side.result]
+    for n, written in view.writes:
+        root = _storage_root(written)
+        if root in roots and view.order[roots[root]] < view.order[n] <= end:
+            raise Refuse(
+                f"{n.name} = {n.target} writes to the memory of {roots[root].name} before the rotation is finished",
+                expected="inputs that stay as they are until the result is computed",
+            )
+
+
+def _storage_root(n: Node) -> Node:
+    """The value whose memory n may share, through views."""
+    while n.op == "call_function" and n.target in LAYOUT and n.args and isinstance(n.args[0], Node):
+        n = n.args[0]
+    return n
+
+
+def _check_streams(planned: SidePlan, inside: set[Node]) -> None:
+    streams = {(n.meta.get("custom") or {}).get("stream") for n in inside}
+    if len(streams) > 1:
+        raise Refuse(f"{planned.side.result.name} is computed on {len(streams)} CUDA streams", expected="one stream")

@@ -1,0 +1,102 @@
+"""The statistic of an RMSNorm: rsqrt(mean(x*x) + eps) in fp32.
+
+Only the statistic is a pattern. What is done with it (weight, 1 + w, casts and their order) is read off the lifted
+expression. Whether eager runs torch.rms_norm, one fused kernel on CUDA with its own reduction order, or a norm that is
+written out, several kernels with another order, is in the metadata and decides whether the bits can be kept.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from ltx_inductor.rewrite.layout import argument, aten
+from ltx_inductor.rewrite.lift import CAST
+from ltx_inductor.rewrite.size import Sizes, product
+
+Node = torch.fx.Node
+_FUSED_ATEN = ("aten._fused_rms_norm.default", "aten.rms_norm.default")
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """rstd: the rsqrt node. x: what is normalised, before any cast to fp32. dims: the normalised axes of x."""
+
+    rstd: Node
+    x: Node
+    dims: tuple[int, ...]
+    eps: float
+    mean: bool  # mean(); False where it is sum()/N, which rounds differently unless N is a power of two
+    fused: bool  # eager runs torch.rms_norm
+
+
+@dataclass(frozen=True)
+class NotANorm:
+    """A rsqrt that is no RMS statistic, and why."""
+
+    rstd: Node
+    reason: str
+
+
+def find_statistics(graph: torch.fx.Graph, sizes: Sizes) -> tuple[list[Statistic], list[NotANorm]]:
+    """Every rsqrt of the graph, in program order, as one or the other."""
+    yes: list[Statistic] = []
+    no: list[NotANorm] = []
+    found = set(graph.find_nodes(op="call_function", target=aten.rsqrt.default))
+    for n in graph.nodes:
+        if n in found:
+            s = _match(n, sizes)
+            yes.append(s) if isinstance(s, Statistic) else no.append(NotANorm(n, s))
+    return yes, no
+
+
+def _match(rstd: Node, sizes: Sizes) -> Statistic | str:
+    total = rstd.args[0]
+    if total.target not in (aten.add.Tensor, aten.add.Scalar) or not isinstance(total.args[1], (int, float)):
+        return f"{rstd.name} is the rsqrt of {total.name} = {total.target}, not of a mean plus a literal eps"
+    if argument(total, 2, "alpha", 1) != 1:
+        return f"{total.name} scales eps by alpha"
+    mean, divisor = total.args[0], None
+    if not isinstance(mean, Node):
+        return f"{total.name} adds eps to the number {mean}"
+    if mean.target in (aten.div.Tensor, aten.div.Scalar) and isinstance(mean.args[0], Node):
+        divisor, mean = mean.args[1], mean.args[0]
+    if mean.target is not (aten.mean.dim if divisor is None else aten.sum.dim_IntList):
+        return f"{mean.name} = {mean.target} is not a mean over fixed axes"
+    square, x32 = mean.args[0], None
+    if (square.target is aten.pow.Tensor_Scalar and square.args[1] == 2) or (
+        square.target is aten.mul.Tensor and square.args[0] is square.args[1]
+    ):
+        x32 = square.args[0]
+    if x32 is None:
+        return f"{square.name} = {square.target} is not the square of a value"
+    shape = sizes.shape(x32)
+    dims = tuple(sorted(d % len(shape) for d in (mean.args[1] or range(len(shape)))))
+    if divisor is not None and divisor != product(shape[d] for d in dims).int:
+        return f"{mean.name} is divided by {divisor}, not by the number of elements summed"
+    for n in (rstd, square, x32):
+        if n.meta["val"].dtype != torch.float32:
+            return f"{n.name} of the statistic is computed in {n.meta['val'].dtype}, not in fp32"
+    source = x32.args[0] if x32.target in CAST else x32
+    if source.meta["val"].device != x32.meta["val"].device:
+        source = x32
+    return Statistic(rstd, source, dims, _fp32(float(total.args[1])), divisor is None, _is_fused(rstd))
+
+
+def _fp32(value: float) -> float:
+    """eps as the fp32 number that eager adds: 1e-06 in the graph on CUDA, 9.99999997e-07 on CPU."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _is_fused(n: Node) -> bool:
+    if str(n.meta.get("original_aten")) in _FUSED_ATEN:
+        return True
+    stack: Any = n.meta.get("source_fn_stack") or ()
+    if not stack:
+        return False
+    fn = stack[-1][1]
+    return fn is torch.nn.RMSNorm or fn is torch.rms_norm or fn is torch.nn.functional.rms_norm

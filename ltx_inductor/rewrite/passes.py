@@ -1,0 +1,173 @@
+"""The pass: find sites, check legality, pair sides, choose kernels, replace, lint; every candidate ends in the report.
+
+`rewrite_graph` edits one graph in place and never raises because of what it finds in it: an internal error becomes a
+refusal and the graph is left as it was. It launches nothing and looks at no device; what it may do is in the Config, and
+whether a kernel is there is answered by the `Kernels` object it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.fx
+
+import ltx_inductor.ops as ops  # registers the ops that the pass writes
+from ltx_inductor.config import Config
+from ltx_inductor.rewrite.axes import SidePlan
+from ltx_inductor.rewrite.digits import Refuse
+from ltx_inductor.rewrite.pairs import Launch, pair_sides
+from ltx_inductor.rewrite.replace import Replacer
+from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, RewriteReport, Site
+from ltx_inductor.rewrite.search import search
+from ltx_inductor.rewrite.source import source_line
+from ltx_inductor.rewrite.sweep import uncovered_rotations
+from ltx_inductor.rewrite.view import GraphView
+
+Node = torch.fx.Node
+RULE = "rmsnorm_split_rope"
+log = logging.getLogger("ltx_inductor")
+assert ops
+
+
+@dataclass(frozen=True)
+class KernelNeed:
+    """What one side asks of a kernel: dtypes of x and of cos/sin, sizes in elements, contract, device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    table_dtype: torch.dtype
+    head_dim: int
+    hidden: int
+    per_head: bool
+    contract: str
+
+
+class Kernels(Protocol):
+    """Knows which kernels exist, and builds or loads them when a graph is compiled."""
+
+    def refusal(self, need: KernelNeed) -> str | None:
+        """None if the kernel is ready, or a sentence that says why there is none and what to do."""
+        ...
+
+
+def rewrite_graph(graph: torch.fx.Graph, config: Config, kernels: Kernels | None = None) -> GraphReport:
+    """Rewrites what the rules of `config` match, in place, and reports it.
+
+    kernels: asked for every side on a device with kernels; None accepts all (the op then runs its reference).
+    Raises LostFusionError with `config.strict` if anything was refused; nothing else.
+    """
+    start = time.perf_counter()
+    report = GraphReport(nodes=len(graph.nodes))
+    if RULE in config.rules:
+        try:
+            _run(graph, config, kernels, report)
+        except Exception as e:  # the user's compile goes on without us
+            log.exception("internal error; the graph is left as it is from here on")
+            report.refusals.append(
+                Refusal(
+                    RULE,
+                    f"internal error in the rule: {type(e).__name__}: {e}",
+                    hint="the model is compiled without this rewrite; please report it with the output of "
+                    'TORCH_LOGS="+ltx_inductor"',
+                )
+            )
+    report.pass_ms = (time.perf_counter() - start) * 1e3
+    if config.strict and report.refusals:
+        raise LostFusionError(f"strict: something was left alone\n{RewriteReport([report])}")
+    return report
+
+
+def _run(graph: torch.fx.Graph, config: Config, kernels: Kernels | None, report: GraphReport) -> None:
+    view = GraphView(graph)
+    found = search(view)
+    refusals: list[tuple[float, Refusal]] = []
+
+    def refuse(node: Node, why: Refuse) -> None:
+        refusals.append((view.order[node], _refusal(node, why)))
+
+    for miss in found.misses:
+        refuse(miss.node, miss.why)
+    kept: list[SidePlan] = []
+    for side in found.sides:
+        why = _unavailable(view, side, config, kernels)
+        if why is None:
+            kept.append(side)
+        else:
+            refuse(side.side.result, why)
+    covered = found.covered
+    for node, swept in uncovered_rotations(view, covered):
+        refuse(node, swept)
+    replacer = Replacer(view)
+    sites: list[tuple[float, Site]] = []
+    pairs = 0
+    for launch in pair_sides(view, kept):
+        described = [(s, _shapes(s), source_line(s.side.statistic.rstd)) for s in launch.sides]
+        try:
+            op = replacer.replace(launch)
+        except Refuse as e:
+            for s, _, _ in described:
+                refuse(s.side.result, e)
+            continue
+        number = None
+        if len(launch.sides) == 2:
+            number, pairs = pairs, pairs + 1
+        for (s, shapes, source), role in zip(described, launch.roles, strict=True):
+            name = str(op.target).removesuffix(".default").replace(".", "::")
+            site = Site(RULE, name, role, number, source, shapes, s.side.contract.name, s.side.result.name)
+            sites.append((view.order[s.side.result], site))
+    replacer.finish()
+    graph.lint()
+    report.sites += [s for _, s in sorted(sites, key=lambda t: t[0])]
+    report.refusals += [r for _, r in sorted(refusals, key=lambda t: t[0])]
+
+
+def _unavailable(view: GraphView, planned: SidePlan, config: Config, kernels: Kernels | None) -> Refuse | None:
+    x = planned.side.x.node.meta["val"]
+    if x.device.type == "cpu":
+        if config.cpu:
+            return None
+        return Refuse(
+            "the graph is on the CPU, where Inductor's C++ is faster than this op's reference",
+            expected="a CUDA device",
+            hint="option ltx_inductor.cpu=True (or LTX_INDUCTOR_CPU=1) rewrites it all the same",
+        )
+    sentence = kernels.refusal(_need(view, planned)) if kernels else None
+    return Refuse(sentence) if sentence else None
+
+
+def _need(view: GraphView, planned: SidePlan) -> KernelNeed:
+    x, cos = planned.side.x.node.meta["val"], planned.cos.node.meta["val"]
+    head_dim = 2 * (planned.side.pair_size.int or 0)
+    return KernelNeed(
+        device=x.device,
+        dtype=x.dtype,
+        table_dtype=cos.dtype,
+        head_dim=head_dim,
+        hidden=head_dim * planned.num_heads,
+        per_head=planned.per_head,
+        contract=planned.side.contract.name,
+    )
+
+
+def _shapes(planned: SidePlan) -> dict[str, str]:
+    def text(n: Node) -> str:
+        value = n.meta["val"]
+        return f"{[_size(s) for s in value.shape]}".replace("'", "").replace(" ", "")
+
+    side = planned.side
+    return {"x": text(side.x.node), "cos": text(side.cos.node), "out": text(side.result)}
+
+
+def _size(s: object) -> str:
+    return str(s)
+
+
+def _refusal(node: Node, why: Refuse) -> Refusal:
+    return Refusal(RULE, why.reason, source_line(node), node.name, why.expected, why.found, why.hint)
+
+
+__all__ = ["KernelNeed", "Kernels", "Launch", "rewrite_graph"]

@@ -1,0 +1,176 @@
+"""The RoPE rule's search: from every RMS statistic of a graph to its sides, and to the refusals worth telling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx
+
+from ltx_inductor.rewrite.axes import SidePlan, has_strides_of_result, plan_side
+from ltx_inductor.rewrite.digits import Refuse
+from ltx_inductor.rewrite.layout import JOIN, LAYOUT
+from ltx_inductor.rewrite.legality import check_region
+from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
+from ltx_inductor.rewrite.norm import NotANorm, Statistic, find_statistics
+from ltx_inductor.rewrite.region import derived_from, looks_like_rotation, reaches
+from ltx_inductor.rewrite.rope import CASES, LIFT, TERMS, Reader, Side
+from ltx_inductor.rewrite.view import GraphView
+
+Node = torch.fx.Node
+MAX_ADVANCE = 6  # layout ops between a rotation and the value that is replaced
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A near-match: where, why, and the nodes it is about."""
+
+    node: Node
+    why: Refuse
+    stage: int
+    nodes: frozenset[Node]
+
+
+@dataclass
+class Found:
+    sides: list[SidePlan] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    covered: set[Node] = field(default_factory=set)  # nodes of regions that a side or a miss speaks for
+
+
+def search(view: GraphView) -> Found:
+    """All sides of the graph, in program order of their statistics. Changes nothing."""
+    out = Found()
+    statistics, others = find_statistics(view.graph, view.sizes)
+    rstds = {s.rstd for s in statistics} | {o.rstd for o in others}
+    for statistic in statistics:
+        _search_one(view, statistic, rstds, out)
+    for other in others:
+        _other_norm(view, other, rstds, out)
+    return out
+
+
+def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) -> None:
+    region = derived_from(st.rstd, rstds, view.order)
+    if region is None:
+        why = Refuse(
+            f"too many operations are computed from {st.rstd.name} to search them",
+            hint="report this graph: a rotation has about twenty",
+        )
+        out.misses.append(Miss(st.rstd, why, LIFT, frozenset({st.rstd})))
+        return
+    if not any(n.target in JOIN for n in region):
+        return
+    size = view.sizes.numel(st.x)
+    candidates = [
+        n for n in region if n.target in ARITHMETIC | CAST | JOIN and n in view.live and view.sizes.numel(n) == size
+    ]
+    found: list[SidePlan] = []
+    best: Miss | None = None
+    for n in sorted(candidates, key=view.order.__getitem__, reverse=True):
+        if any(_related(n, f.side.result, region) for f in found):
+            continue
+        lifter = Lifter(view.sizes, st.x, st.rstd, region, view.same)
+        reader = Reader(lifter, st, n)
+        try:
+            found.append(_accept(view, st, region, reader.read()))
+        except Refuse as why:
+            miss = _worth_telling(view, reader, region, why)
+            if miss and (best is None or miss.stage > best.stage):
+                best = miss
+    out.sides += sorted(found, key=lambda f: view.order[f.side.result])
+    if not found and best:
+        out.misses.append(best)
+    if found or best:
+        out.covered |= region
+
+
+def _accept(view: GraphView, st: Statistic, region: set[Node], side: Side) -> SidePlan:
+    """The side with the layout, and at the value, where the op's output needs no copy; then the legality checks."""
+    bhsd: SidePlan | None = None
+    first: Refuse | None = None
+    for _ in range(MAX_ADVANCE):
+        for layout in ("bshd", "bhsd"):
+            try:
+                planned = plan_side(side, layout)
+            except Refuse as e:
+                first = first or e
+                break
+            if has_strides_of_result(planned, view.sizes):
+                if layout == "bshd":
+                    return check_region(view, planned, region)
+                bhsd = bhsd or planned
+        following = _next_layout(view, st, region, side)
+        if following is None:
+            break
+        side = following
+    if bhsd:
+        return check_region(view, bhsd, region)
+    raise first or Refuse(
+        f"{side.result.name} has strides {tuple(side.result.meta['val'].stride())}, which no layout of the op gives",
+        expected="the memory order [B, S, H, D] or [B, H, S, D]",
+        hint="make the result contiguous in one of these",
+    )
+
+
+def _next_layout(view: GraphView, st: Statistic, region: set[Node], side: Side) -> Side | None:
+    """The same side read one layout op later, if that op is the only reader."""
+    readers = [u for u in side.result.users if u in view.live]
+    if len(readers) != 1 or readers[0] not in region or readers[0].target not in LAYOUT:
+        return None
+    n = readers[0]
+    if view.sizes.numel(n) != view.sizes.numel(side.result):
+        return None
+    try:
+        return Reader(Lifter(view.sizes, st.x, st.rstd, region, view.same), st, n).read()
+    except Refuse:
+        return None
+
+
+def _related(a: Node, b: Node, region: set[Node]) -> bool:
+    return a is b or reaches(a, b, region) or reaches(b, a, region)
+
+
+def _worth_telling(view: GraphView, reader: Reader, region: set[Node], why: Refuse) -> Miss | None:
+    """A miss only where the value looks like a rotation: a plain norm must make no noise."""
+    n = reader.result
+    like = reader.mixes if reader.stage > LIFT else looks_like_rotation(n, region)
+    if not like and reader.stage in (CASES, TERMS):
+        for leaf in sorted(reader.foreign, key=view.order.__getitem__):
+            op = _unknown_op_between(leaf, region)
+            if op:
+                like = True
+                why = Refuse(
+                    f"{n.name}: {leaf.name} comes from the normalised value through {op.name} = {op.target}, "
+                    "which this rule does not know"
+                )
+                break
+    return Miss(n, why, reader.stage, frozenset(region)) if like else None
+
+
+def _unknown_op_between(leaf: Node, region: set[Node], limit: int = 30) -> Node | None:
+    """The op through which a leaf comes from the region after all, if it is near."""
+    todo, seen = [leaf], {leaf}
+    while todo and len(seen) < limit:
+        m = todo.pop(0)
+        for a in m.all_input_nodes:
+            if a in region:
+                return m
+            if a not in seen:
+                seen.add(a)
+                todo.append(a)
+    return None
+
+
+def _other_norm(view: GraphView, other: NotANorm, rstds: set[Node], out: Found) -> None:
+    region = derived_from(other.rstd, rstds, view.order)
+    joins = [n for n in region or () if n.target in JOIN and n in view.live]
+    last = max(joins, key=view.order.__getitem__, default=None)
+    if region is None or last is None or not looks_like_rotation(last, region):
+        return
+    why = Refuse(
+        f"{last.name} rotates a value that is normalised by something else than an RMSNorm: {other.reason}",
+        expected="torch.rms_norm",
+    )
+    out.misses.append(Miss(last, why, LIFT, frozenset(region)))
+    out.covered |= region
