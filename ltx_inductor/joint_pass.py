@@ -54,7 +54,7 @@ def prepare_kernels(graph: fx.Graph, config: Config) -> None:
     """
 
 
-class LtxPass(CustomGraphPass):  # type: ignore[misc]
+class LtxPass(CustomGraphPass):
     """Our pass, with the options of one compile. Picklable; its reports go to the session."""
 
     def __init__(self, config: Config) -> None:
@@ -74,7 +74,7 @@ class LtxPass(CustomGraphPass):  # type: ignore[misc]
         return hash(self.config)
 
 
-class PassChain(CustomGraphPass):  # type: ignore[misc]
+class PassChain(CustomGraphPass):
     """Passes in order, as one pass: torch 2.11 has room for one only. Ours comes last, so that the user's see the
     graph they would see without us."""
 
