@@ -1,0 +1,389 @@
+"""RMSNorm + split RoPE on CUDA: which configurations there are, how one is made ready, and the launch.
+
+A configuration (Spec) is compiled by itself, with head_dim, hidden size, dtypes and contract as constants: about one
+second, once per machine. `prepare` does that when a graph is compiled; `launch_single` and `launch_pair` only look up
+the loaded kernels. docs/kernels-rope.md describes the kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx_inductor.kernels import build
+
+# What may be forced on a launch, for tests and benchmarks: let the launcher choose; one CTA per token (q and k
+# together); one CTA per row; the any-stride kernel.
+AUTO, PAIR, ROW, ANY = 0, 1, 2, 3
+
+LAYOUTS = ("bshd", "bhsd")
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# contract -> (Rounding of csrc/rope_config.cuh, one fma, result in fp32)
+_CONTRACTS = {
+    "bf16-chain": (0, 1, 0),
+    "fp32-rope": (1, 1, 0),
+    "fp32-rope-muladd": (1, 0, 0),
+    "fp32-result": (1, 1, 1),
+    "fp32-result-muladd": (1, 0, 1),
+    "fp32-all": (2, 1, 0),
+    "fp32-all-muladd": (2, 0, 0),
+    "fp32-all-result": (2, 1, 1),
+    "fp32-all-result-muladd": (2, 0, 1),
+}
+
+
+class KernelNotReadyError(RuntimeError):
+    """A launch met a configuration that `prepare` has not made ready, and the cache has no finished artefact of it."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One configuration. `norm` is the number of elements under one norm: hidden, or head_dim if `per_head`."""
+
+    contract: str
+    dtype: torch.dtype
+    table_dtype: torch.dtype
+    head_dim: int
+    norm: int
+    per_head: bool
+    layout: str = "bshd"
+    shared: bool = False  # q and k use the same cos and sin, and have the same number of heads
+
+    @property
+    def name(self) -> str:
+        """The name of its artefact, e.g. rope-fp32-rope-bf16-fp32-d128-n4096-bshd-shared."""
+        kind = "head" if self.per_head else f"n{self.norm}"
+        tables = "shared" if self.shared else "separate"
+        return (
+            f"rope-{self.contract}-{_DTYPES[self.dtype]}-{_DTYPES[self.table_dtype]}-d{self.head_dim}-{kind}-"
+            f"{self.layout}-{tables}"
+        )
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        rounding, fma, out_f32 = _CONTRACTS[self.contract]
+        values = {
+            "FP16": self.dtype == torch.float16,
+            "TABLE_F32": self.table_dtype == torch.float32,
+            "OUT_F32": out_f32,
+            "FMA": fma,
+            "ROUNDING": rounding,
+            "HEAD_DIM": self.head_dim,
+            "NORM": self.norm,
+            "PER_HEAD": self.per_head,
+            "OUT_BHSD": self.layout == "bhsd",
+            "SHARED": self.shared,
+        }
+        return tuple(f"-DLTX_{key}={int(value)}" for key, value in values.items())
+
+
+def _production() -> tuple[Spec, ...]:
+    """What LTX-2 meets: video (32 x 128) and audio (32 x 64) attention, self and cross, ltx-core and diffusers."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return tuple(
+        Spec(contract, bf16, tables, head_dim, 32 * head_dim, False, "bshd", shared)
+        for contract, tables in (("bf16-chain", bf16), ("fp32-rope", bf16), ("fp32-rope", fp32))
+        for head_dim in (128, 64)
+        for shared in (True, False)
+    )
+
+
+PRODUCTION = _production()
+
+
+def unsupported(
+    *,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    head_dim: int,
+    hidden: int,
+    contract: str,
+    per_head: bool,
+    arch: tuple[int, int],
+) -> str | None:
+    """None if a kernel exists for this, else a sentence: what was found, what is expected, what to do.
+
+    dtype is that of x, table_dtype that of cos and sin; head_dim and hidden (heads * head_dim) in elements; arch is a
+    compute capability. Pure: builds nothing, looks at no device.
+    """
+    if contract not in _CONTRACTS:
+        return f"no kernel for rounding contract {contract!r}; kernels exist for {', '.join(_CONTRACTS)}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"no kernel for activations in {dtype}; expected torch.bfloat16 or torch.float16: cast the model"
+    if table_dtype not in (dtype, torch.float32):
+        return f"no kernel for cos/sin in {table_dtype} with activations in {dtype}; expected {dtype} or torch.float32"
+    if contract == "bf16-chain" and table_dtype != dtype:
+        return f"contract bf16-chain rounds every product to {dtype}, so cos/sin in {table_dtype} cannot be part of it"
+    if not 32 <= head_dim <= 256 or head_dim % 8:
+        return f"no kernel for head_dim {head_dim}; expected a multiple of 8 from 32 to 256"
+    if hidden < head_dim or hidden % head_dim:
+        return f"hidden size {hidden} is not a multiple of head_dim {head_dim}"
+    if not per_head and hidden > 16384:
+        return f"no kernel for a norm over {hidden} elements; expected at most 16384"
+    if not (8, 0) <= arch < (13, 0):
+        return f"no kernel for compute capability {arch[0]}.{arch[1]}; expected 8.0 to 12.x"
+    return None
+
+
+_lock = threading.Lock()
+_images: dict[tuple[str, Spec], bytes] = {}  # (arch number, spec) -> cubin
+_handles: dict[tuple[int, Spec], int] = {}  # (device, spec) -> the launcher's handle
+_calls: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}  # what a launch knows -> handle, kwargs of the output
+
+
+def prepare(
+    arch: tuple[int, int],
+    *,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    head_dim: int,
+    hidden: int,
+    contract: str,
+    per_head: bool,
+    layout: str = "bshd",
+    shared: bool = False,
+    device: int | None = None,
+) -> str | None:
+    """Makes the kernels of one configuration ready: None, or a sentence that says what is missing and what to do.
+
+    To be called when a graph is compiled. The arguments are those of `unsupported`, and: `layout` of the output;
+    `shared`, which is `k_cos is None and q_heads == k_heads` of a pair, and False for a single tensor; `device`, on
+    which the kernels are to be resident too (default: none; the first launch then does it). A pair whose sides have
+    different hidden sizes (norm over the row) runs as two singles: prepare each.
+    Thread safe, idempotent and, once ready, a dictionary look-up. Never raises for a missing compiler.
+    """
+    reason = unsupported(
+        dtype=dtype,
+        table_dtype=table_dtype,
+        head_dim=head_dim,
+        hidden=hidden,
+        contract=contract,
+        per_head=per_head,
+        arch=arch,
+    )
+    if reason is not None:
+        return reason
+    spec = Spec(contract, dtype, table_dtype, head_dim, head_dim if per_head else hidden, per_head, layout, shared)
+    number = build.arch_number(arch)
+    try:
+        if (number, spec) not in _images:
+            image = build.cubin(spec.name, number, spec.flags)
+            _library()
+            _images[number, spec] = image
+        if device is not None and (device, spec) not in _handles:
+            _open(device, number, spec)
+    except (build.MissingToolError, build.BuildError) as error:
+        return str(error)
+    except ImportError as error:
+        return f"{error}; install it with `pip install apache-tvm-ffi filelock platformdirs`"
+    except OSError as error:
+        return f"the kernel cache cannot be written: {error}; set LTX_INDUCTOR_CACHE to a writable folder"
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(build.launcher()))
+
+
+@functools.lru_cache(maxsize=1)
+def _entry() -> Callable[..., int]:
+    entry: Callable[..., int] = _library().get_function("rope_launch")
+    return entry
+
+
+def _open(device: int, number: str, spec: Spec) -> int:
+    """The launcher's handle of a configuration, with its kernels resident on the device."""
+    with _lock:
+        handle = _handles.get((device, spec))
+        if handle is not None:
+            return handle
+        image = _images[number, spec]
+        rounding, _, out_f32 = _CONTRACTS[spec.contract]
+        address = ctypes.cast(ctypes.c_char_p(image), ctypes.c_void_p).value  # the driver copies what it needs
+        handle = _library().get_function("rope_open")(
+            address,
+            len(image),
+            spec.head_dim,
+            spec.norm,
+            int(spec.per_head),
+            int(spec.dtype == torch.float16),
+            int(spec.table_dtype == torch.float32),
+            out_f32,
+            int(rounding == 2),
+            int(spec.layout == "bhsd"),
+            int(spec.shared),
+        )
+        _library().get_function("rope_load")(handle, device)
+        _handles[device, spec] = handle
+        return handle
+
+
+def _resolve(key: tuple[Any, ...]) -> tuple[int, dict[str, Any]]:
+    """The slow part of a first launch: from what a launch knows to a handle. Builds nothing."""
+    device, dtype, table_dtype, width, half, ndim, contract, layout, shared = key
+    if device < 0:
+        raise ValueError("the rope kernel runs on CUDA tensors; on CPU the op runs its reference")
+    if contract not in _CONTRACTS or layout not in LAYOUTS:
+        known = f"{list(_CONTRACTS)} and {list(LAYOUTS)}"
+        raise ValueError(f"contract {contract!r}, layout {layout!r}: expected one of {known}")
+    arch = torch.cuda.get_device_capability(device)
+    per_head = ndim == 4
+    reason = unsupported(
+        dtype=dtype,
+        table_dtype=table_dtype,
+        head_dim=2 * half,
+        hidden=width,
+        contract=contract,
+        per_head=per_head,
+        arch=arch,
+    )
+    if reason is not None:
+        raise ValueError(reason)
+    spec = Spec(contract, dtype, table_dtype, 2 * half, width, per_head, layout, shared)
+    number = build.arch_number(arch)
+    if (number, spec) not in _images:
+        try:
+            _images[number, spec] = build.cubin(spec.name, number, spec.flags, build=False)
+        except build.MissingToolError as error:
+            raise KernelNotReadyError(f"{error}; kernels are built when a graph is compiled, by rope.prepare") from None
+    handle = _open(device, number, spec)
+    _entry()
+    kwargs: dict[str, Any] = {}
+    if layout == "bshd":
+        kwargs["memory_format"] = torch.contiguous_format
+    if _CONTRACTS[contract][2]:
+        kwargs["dtype"] = torch.float32
+    _calls[key] = handle, kwargs
+    return handle, kwargs
+
+
+def _output(x: Tensor, heads: int, layout: str, kwargs: dict[str, Any]) -> Tensor:
+    if layout == "bshd":
+        return torch.empty_like(x, **kwargs)
+    return x.new_empty((x.size(0), heads, x.size(1), x.size(-1) if x.dim() == 4 else x.size(-1) // heads), **kwargs)
+
+
+def launch_single(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    contract: str,
+    layout: str = "bshd",
+    path: int = AUTO,
+) -> Tensor | None:
+    """The op `rmsnorm_split_rope` on CUDA tensors: its result, or None where the caller must run the reference.
+
+    None means that eager would sum the squares in another order: x or weight is contiguous, but its address is no
+    multiple of 4 elements (not in the fp32-all contracts). Shapes and strides as in the op; runs on the current stream
+    of x's device, whichever device is current. Raises KernelNotReadyError, or ValueError for arguments that do not fit.
+    """
+    key = (x.get_device(), x.dtype, cos.dtype, x.size(-1), cos.size(-1), x.dim(), contract, layout, False)
+    handle, kwargs = _calls.get(key) or _resolve(key)
+    out = _output(x, num_heads, layout, kwargs)
+    stream = torch._C._cuda_getCurrentRawStream(key[0])
+    status = _entry()(
+        handle,
+        stream,
+        path,
+        x,
+        None,
+        weight,
+        None,
+        cos,
+        sin,
+        None,
+        None,
+        out,
+        None,
+        eps,
+        eps,
+        num_heads,
+        num_heads,
+    )
+    if status == 0:
+        return out
+    if status == 2 and weight is not None:
+        return launch_single(x, _aligned(weight), cos, sin, eps, num_heads, contract, layout, path)
+    return None
+
+
+def launch_pair(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_cos: Tensor,
+    q_sin: Tensor,
+    k_cos: Tensor | None,
+    k_sin: Tensor | None,
+    q_eps: float,
+    k_eps: float,
+    q_heads: int,
+    k_heads: int,
+    contract: str,
+    layout: str = "bshd",
+    path: int = AUTO,
+) -> tuple[Tensor, Tensor] | None:
+    """The op `qk_rmsnorm_split_rope` on CUDA tensors, in one launch: its results, or None as in `launch_single`.
+
+    Sides whose rows differ in length (norm over the row) are launched one after the other.
+    """
+    width = q.size(-1)
+    if k.size(-1) != width:
+        first = launch_single(q, q_weight, q_cos, q_sin, q_eps, q_heads, contract, layout, path)
+        if first is None:
+            return None
+        tables = (q_cos, q_sin) if k_cos is None or k_sin is None else (k_cos, k_sin)
+        second = launch_single(k, k_weight, *tables, k_eps, k_heads, contract, layout, path)
+        return None if second is None else (first, second)
+    shared = k_cos is None and q_heads == k_heads
+    key = (q.get_device(), q.dtype, q_cos.dtype, width, q_cos.size(-1), q.dim(), contract, layout, shared)
+    handle, kwargs = _calls.get(key) or _resolve(key)
+    q_out = _output(q, q_heads, layout, kwargs)
+    k_out = _output(k, k_heads, layout, kwargs)
+    stream = torch._C._cuda_getCurrentRawStream(key[0])
+    status = _entry()(
+        handle,
+        stream,
+        path,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        q_cos,
+        q_sin,
+        k_cos,
+        k_sin,
+        q_out,
+        k_out,
+        q_eps,
+        k_eps,
+        q_heads,
+        k_heads,
+    )
+    if status == 0:
+        return q_out, k_out
+    if status == 2:
+        qw, kw = (None if w is None else _aligned(w) for w in (q_weight, k_weight))
+        return launch_pair(
+            q, k, qw, kw, q_cos, q_sin, k_cos, k_sin, q_eps, k_eps, q_heads, k_heads, contract, layout, path
+        )
+    return None
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """A contiguous copy in a fresh allocation, as eager makes one before it reads such a weight."""
+    return weight.clone(memory_format=torch.contiguous_format)

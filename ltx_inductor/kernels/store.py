@@ -1,0 +1,97 @@
+"""The artefact store: finished kernels on disk, keyed by content.
+
+    <root>/<digest of sources and flags>/<name>.<compiler tag>.<suffix>
+
+Concurrency. Anybody may read at any time; a reader sees a whole artefact or none, because a writer fills a temporary
+file in the same folder and renames it. Writers of one artefact take a file lock, so that ranks of one job do not all
+compile the same kernel; a lock that is not had within LOCK_TIMEOUT_S seconds is ignored (its holder may hang, and a
+second build costs time, not correctness: both publish the same bytes). Nothing is changed in place or deleted.
+
+Damage. Every artefact ends in a seal: the SHA-256 of what comes before it, and a magic number. What does not verify
+(a full disk, a killed copy) counts as absent and is built again. A loader of ELF ignores bytes after its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+LOCK_TIMEOUT_S = 300.0
+_MAGIC = b"LTXSEAL1"
+_SEAL = hashlib.sha256().digest_size + len(_MAGIC)
+
+
+def cache_root() -> Path:
+    """The cache folder: LTX_INDUCTOR_CACHE, or the user's cache folder of the platform. It need not exist."""
+    chosen = os.environ.get("LTX_INDUCTOR_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("ltx_inductor"))
+
+
+def sealed(payload: bytes) -> bytes:
+    """`payload` with the seal appended."""
+    return payload + hashlib.sha256(payload).digest() + _MAGIC
+
+
+def unsealed(content: bytes) -> bytes | None:
+    """The payload of a sealed file's content, or None if it is truncated or corrupt."""
+    payload, seal = content[:-_SEAL], content[-_SEAL:]
+    if len(content) <= _SEAL or seal != hashlib.sha256(payload).digest() + _MAGIC:
+        return None
+    return payload
+
+
+def read(path: Path) -> bytes | None:
+    """The payload of the artefact at `path`; None if it is not there, not readable or does not verify."""
+    try:
+        return unsealed(path.read_bytes())
+    except OSError:
+        return None
+
+
+def publish(path: Path, payload: bytes) -> None:
+    """Puts the sealed payload at `path`, atomically. Raises OSError where the folder cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(sealed(payload))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a shared cache is read by others
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_or_build(path: Path, build: Callable[[], bytes], timeout_s: float = LOCK_TIMEOUT_S) -> bytes:
+    """The payload at `path`, built and published first if it is absent or damaged.
+
+    Raises OSError where the folder cannot be written, and whatever `build` raises.
+    """
+    payload = read(path)
+    if payload is not None:
+        return payload
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(str(path) + ".lock")
+    with contextlib.suppress(filelock.Timeout):  # see Concurrency
+        lock.acquire(timeout=timeout_s)
+    try:
+        payload = read(path)  # whoever held the lock may have built it
+        if payload is None:
+            payload = build()
+            publish(path, payload)
+        return payload
+    finally:
+        if lock.is_locked:
+            lock.release()
