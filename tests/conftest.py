@@ -1,4 +1,4 @@
-"""Two threads, and an Inductor cache of its own for every session: no test may see what an earlier run left behind."""
+"""Two threads, and an Inductor cache of its own for every session: no test sees what an earlier run left."""
 
 import os
 import tempfile

@@ -1,17 +1,19 @@
-"""What the tests of the rewrite stand on: graphs as the pass sees them, bit comparison, and draws that see a difference.
+"""What the tests of the rewrite stand on: graphs as the pass sees them, and a comparison of bits.
 
-`trace` compiles a module up to the point where Inductor calls `joint_custom_pre_pass` and keeps a copy of each graph there,
-together with the arguments that the first call passed to it. Code generation never runs.
+`trace` compiles a module up to the point where Inductor calls `joint_custom_pre_pass` and keeps a copy of each
+graph there, with the arguments that the first call passed to it. Code generation never runs. The values that can see
+a difference are in draws.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -19,56 +21,46 @@ from torch._inductor.compile_fx import compile_fx
 
 TORCH = tuple(int(v) for v in torch.__version__.split(".")[:2])
 ADDCMUL_KEPT = TORCH >= (2, 12)
-"""On older torch the graph holds addcmul decomposed to mul, mul, add: run on CPU, it rounds where eager does not."""
+"""On older torch the graph holds addcmul as mul, mul, add: run on CPU, it rounds where eager does not."""
+
+Axes = Mapping[int, int | Sequence[int]]
 
 
 @dataclass
 class Traced:
-    """A joint ATen graph and what its placeholders were called with (the real tensors, aliasing module and inputs)."""
+    """A joint ATen graph and the tensors it was called with, which share storage with the module and its inputs."""
 
     gm: fx.GraphModule
     args: list[Any]
 
     def run(self, gm: fx.GraphModule | None = None) -> list[Any]:
-        """The outputs of the graph (or of a rewritten copy of it) on the recorded arguments."""
-        out = fx.Interpreter(gm or self.gm, garbage_collect_values=True).run(*self.args)
-        return list(out) if isinstance(out, (tuple, list)) else [out]
+        """The outputs of the graph, or of a rewritten copy of it, on those arguments."""
+        return run_graph(gm or self.gm, self.args)
+
+
+def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+    with torch.no_grad():
+        out = fx.Interpreter(gm).run(*args)
+    return list(out) if isinstance(out, (tuple, list)) else [out]
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that may be edited; constants and fake values are shared with the original."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return _like(gm, graph)
-
-
-def _like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    new = fx.GraphModule(gm, graph)
-    old_out, new_out = output_node(gm.graph), output_node(new.graph)
-    new_out.meta = dict(old_out.meta)
-    return new
+    nodes: dict[fx.Node, fx.Node] = {}
+    out = graph.output(graph.graph_copy(gm.graph, nodes))
+    out.meta = dict(output_node(gm.graph).meta)
+    return fx.GraphModule(gm, graph)
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 
 
-def mark(inputs: Sequence[Any], dims: dict[int, int | Sequence[int]]) -> None:
-    """Make axes of inputs dynamic: {index of input: axis or axes}."""
-    for i, axes in dims.items():
-        for axis in [axes] if isinstance(axes, int) else axes:
-            torch._dynamo.mark_dynamic(inputs[i], axis)
+def trace(module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None, grad: bool = False) -> list[Traced]:
+    """The joint graphs of `module(*inputs)`, in the order of compilation, with all caches off.
 
-
-def trace(
-    module: nn.Module,
-    inputs: Sequence[Any],
-    dynamic: dict[int, int | Sequence[int]] | None = None,
-    grad: bool = False,
-) -> list[Traced]:
-    """The joint graphs of `module(*inputs)`, in the order of compilation, on the default caches-off path.
-
-    dynamic: {index of input: axis or axes} to mark dynamic. grad: trace with gradients (forward and backward graph).
+    dynamic: {index of input: axis or axes} to mark dynamic. grad: trace forward and backward together.
     """
     traced: list[Traced] = []
 
@@ -76,35 +68,79 @@ def trace(
         traced.append(Traced(copy_graph(graph.owning_module), []))
 
     def stop(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
-        mine = traced[-1] if traced else None
+        mine = traced[-1]
 
         def run(args: list[Any]) -> Any:
-            if mine is not None and not mine.args:
-                mine.args = list(args)
+            mine.args = mine.args or list(args)
             return gm(*args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     torch._dynamo.reset()
-    if dynamic:
-        mark(inputs, dynamic)
+    for i, axes in (dynamic or {}).items():
+        for axis in [axes] if isinstance(axes, int) else axes:
+            torch._dynamo.mark_dynamic(inputs[i], axis)
     backend = functools.partial(compile_fx, inner_compile=stop)
-    patch = {"joint_custom_pre_pass": keep, "fx_graph_cache": False}
     with (
-        inductor_config.patch(patch),
+        inductor_config.patch(joint_custom_pre_pass=keep, fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
         torch.set_grad_enabled(grad),
     ):
-        torch.compile(module, backend=backend, fullgraph=True, dynamic=None)(*inputs)
+        torch.compile(module, backend=backend, fullgraph=True)(*inputs)
     return traced
 
 
 def capture(
-    module: nn.Module,
-    inputs: Sequence[Any],
-    dynamic: dict[int, int | Sequence[int]] | None = None,
-    grad: bool = False,
+    module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None, grad: bool = False
 ) -> list[fx.GraphModule]:
     """The joint ATen graphs that a `joint_custom_pre_pass` is called with. See `trace`."""
     return [t.gm for t in trace(module, inputs, dynamic, grad)]
+
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bit_difference(got: Any, want: Any) -> str | None:
+    """None if the trees hold the same bits in the same shapes and strides, else a sentence on the first difference.
+
+    Values are compared as integers: -0 differs from +0. NaNs are equal to each other: which operand's payload and
+    sign survives an operation is not defined, and the CPU's vector and scalar loops choose differently.
+    """
+    a, tree_a = pytree.tree_flatten(got)
+    b, tree_b = pytree.tree_flatten(want)
+    if tree_a != tree_b:
+        return f"structure {tree_a} instead of {tree_b}"
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        why = _leaf_difference(x, y)
+        if why:
+            return f"value {i}: {why}"
+    return None
+
+
+def _leaf_difference(x: Any, y: Any) -> str | None:
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        return None if type(x) is type(y) and x == y else f"{x!r} instead of {y!r}"
+    for what in ("dtype", "device", "shape"):
+        if getattr(x, what) != getattr(y, what):
+            return f"{what} {getattr(x, what)} instead of {getattr(y, what)}"
+    if _strides(x) != _strides(y):
+        return f"strides {x.stride()} instead of {y.stride()} for shape {tuple(x.shape)}"
+    x, y = x.detach().contiguous(), y.detach().contiguous()
+    same = torch.eq(*(t.view(_INTS[t.element_size()]) for t in (x, y)))
+    if x.is_floating_point():
+        same |= x.isnan() & y.isnan()
+    if bool(same.all()):
+        return None
+    at = tuple((~same).nonzero()[0].tolist())
+    first = f"{x[at].item()} instead of {y[at].item()} at {at}"
+    return f"{int((~same).sum())} of {same.numel()} elements differ, first {first}"
+
+
+def _strides(t: torch.Tensor) -> list[int]:
+    """The strides that matter: those of axes longer than one."""
+    return [st for n, st in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
+
+
+def bits_equal(got: Any, want: Any) -> bool:
+    return bit_difference(got, want) is None

@@ -1,2 +1,5 @@
-"""The corpus: models as data. `spellings.CASES` must be rewritten, `refusals.CASES` must be refused, `real.CASES` are models
-that people run."""
+"""The corpus: models as data.
+
+`spellings.CASES` must be rewritten, `refusals.CASES` must be refused, `either.CASES` may be left alone; `real.CASES`
+are models that people run.
+"""

@@ -36,11 +36,9 @@ def inputs_fp32():
 
 
 def refuse(name, refusal, forward, inputs=inputs_16, *, dtype=BF16, seq=(1, 2, 2), notes="", edit=None):
-    """A case with no site. seq: the sequence axis of x, cos and sin; None: the case is for one length only."""
+    """A case with no site. seq: the sequence axes of x, cos and sin; None: for one length only."""
     dynamic = {"seq": dict(enumerate(seq))} if seq else {}
-    return Case(
-        name, lambda: FromFunction(forward, dtype=dtype), inputs, 0, None, refusal, dynamic, notes, edit=edit
-    )
+    return Case(name, lambda: FromFunction(forward, dtype=dtype), inputs, 0, None, refusal, dynamic, notes, edit=edit)
 
 
 def with_norm(norm):

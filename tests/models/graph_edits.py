@@ -1,4 +1,4 @@
-"""Graphs that no module traces to here: a write in the middle, a second device, a value that is a tensor subclass."""
+"""Graphs that no module traces to here: a write in the middle, a second device, a tensor subclass."""
 
 from __future__ import annotations
 

@@ -208,9 +208,7 @@ def rotate_half_signed_table(x, cos, sin):
 
 def flip_halves(x, cos, sin):
     halves = x.unflatten(-1, (2, -1))
-    return torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), torch.stack([-sin, sin], -2)).flatten(
-        -2
-    )
+    return torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), torch.stack([-sin, sin], -2)).flatten(-2)
 
 
 def inverse_rotation(x, cos, sin):

@@ -100,9 +100,7 @@ CASES = [
     ),
     refuse("division-between", SCALE + "|div", with_norm(lambda x, w: p.rms(x, w) / 0.9)),
     refuse("shift-between", SUM, with_norm(lambda x, w: p.rms(x, w) + w)),
-    refuse(
-        "modulation-between", SUM + "|scale|multiplied", with_norm(lambda x, w: p.rms(x, None) * (1 + w) + w)
-    ),
+    refuse("modulation-between", SUM + "|scale|multiplied", with_norm(lambda x, w: p.rms(x, None) * (1 + w) + w)),
     refuse(
         "weight-dtype",
         r"(?i)weight.*(float32|fp32|f32|dtype)|dtype.*weight",
@@ -110,9 +108,7 @@ CASES = [
         dtype=torch.float32,
     ),
     refuse("weight-one-plus", r"(?i)1 ?\+ ?w|weight|\+ ?1", with_norm(lambda x, w: p.rms(x, 1 + w))),
-    refuse(
-        "weight-per-token", r"(?i)weight|multiplied", with_norm(lambda x, w: p.rms(x, None) * x[:, :, :1])
-    ),
+    refuse("weight-per-token", r"(?i)weight|multiplied", with_norm(lambda x, w: p.rms(x, None) * x[:, :, :1])),
     refuse("rounding-before-the-weight", r"(?i)weight|round", with_norm(lambda x, w: p.rms(x, None) * w)),
     refuse("hand-written", HAND, with_norm(by_hand)),
     refuse("hand-written-short", HAND, with_norm(by_hand_short)),

@@ -16,9 +16,7 @@ def partial(x, cos, sin):
 
 def interleaved(x, cos, sin):
     even, odd = x[..., ::2], x[..., 1::2]
-    return torch.stack(
-        [torch.addcmul(even * cos, -sin, odd), torch.addcmul(odd * cos, sin, even)], -1
-    ).flatten(-2)
+    return torch.stack([torch.addcmul(even * cos, -sin, odd), torch.addcmul(odd * cos, sin, even)], -1).flatten(-2)
 
 
 def interleaved_fp32(x, cos, sin):
@@ -175,9 +173,7 @@ ROUNDINGS = [
         with_rotation(lambda x, c, s: p.chunk_cat(x.float(), c, s).half()),
         inputs_fp32,
     ),
-    refuse(
-        "fp64", FP64, with_norm(p.rms), lambda: tuple(t.double() for t in inputs_16()), dtype=torch.float64
-    ),
+    refuse("fp64", FP64, with_norm(p.rms), lambda: tuple(t.double() for t in inputs_16()), dtype=torch.float64),
     refuse(
         "fp64-rope",
         FP64,

@@ -73,8 +73,7 @@ class Layers(nn.Module):
     def forward(self, x, cos, sin):
         for wq, wk in zip(self.q, self.k, strict=True):
             q, k = (
-                rope(x * (i + 2), w, cos, sin, H).unflatten(-1, (H, D)).transpose(1, 2)
-                for i, w in enumerate((wq, wk))
+                rope(x * (i + 2), w, cos, sin, H).unflatten(-1, (H, D)).transpose(1, 2) for i, w in enumerate((wq, wk))
             )
             x = x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
         return x
@@ -212,9 +211,7 @@ CASES = [
         {0: 0, 1: 0, 2: 0},
         1,
     ),
-    _case(
-        "pair-k-from-q", KFromQ, lambda: (x(), table(), table()), 2, "bf16-chain", ONE, {0: 0, 1: 0, 2: 0}, 0
-    ),
+    _case("pair-k-from-q", KFromQ, lambda: (x(), table(), table()), 2, "bf16-chain", ONE, {0: 0, 1: 0, 2: 0}, 0),
     _case(
         "layers-share-tables",
         Layers,

@@ -38,7 +38,7 @@ def spell(
     twice=False,
     notes="",
 ):
-    """One side, as a Case. x_shape(B, S, N) and x_axes (of sequence and batch) describe the x that `take` is given."""
+    """One side, as a Case. x_shape(B, S, N), x_axes (sequence, batch): the x that `take` is given."""
     lay, N = LAYOUTS[layout], heads * head_dim
 
     def build():
@@ -167,9 +167,7 @@ TAKES = {
     "sum": (lambda x, h: x + 1, lambda B, S, N: (B, S, N), (1, 0)),
 }
 for name, (take, shape, axes) in TAKES.items():
-    CASES.append(
-        spell(f"take-{name}", "bf16-chain", p.inplace_addcmul, take=take, x_shape=shape, x_axes=axes)
-    )
+    CASES.append(spell(f"take-{name}", "bf16-chain", p.inplace_addcmul, take=take, x_shape=shape, x_axes=axes))
 
 # ---- how it normalises
 CASES += [

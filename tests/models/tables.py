@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Layout:
-    """make(B, H, S, r, dtype) -> the input; seq and batch: its axes, or None; graph(t, heads, x): what the model does to it."""
+    """make(B, H, S, r, dtype): the input; seq, batch: its axes; graph(t, heads, x): done to it in the model."""
 
     make: Callable
     seq: int | None = None
