@@ -30,11 +30,12 @@ def redraw(
     head_dim: int,
     seed: int,
     first: int = 0,
+    special: bool = True,
 ) -> None:
     """Overwrite weights and inputs in place: token s gets KINDS[(s + first) % len(KINDS)].
 
     seq: {index of input: its token axis}. Inputs are told apart by the names of the parameters of `forward`: cos*,
-    sin*, freqs*, and everything else is an x.
+    sin*, freqs*, and everything else is an x. special=False leaves inf and NaN out, which attention spreads.
     """
     gen = torch.Generator().manual_seed(seed)
     names = list(inspect.signature(module.forward).parameters)
@@ -53,7 +54,15 @@ def redraw(
             elif name.startswith("freqs"):
                 _store(t, _by_token(t, axis, first, lambda k, s: _angles(k, s, gen)))
             else:
-                _store(t, _by_token(t, axis, first, lambda k, s: _x(k, s, head_dim, gen)))
+                _store(
+                    t,
+                    _by_token(
+                        t,
+                        axis,
+                        first,
+                        lambda k, s: _x(k if special else k.replace("special", "unit"), s, head_dim, gen),
+                    ),
+                )
 
 
 def _store(t: Tensor, value: Tensor) -> None:

@@ -83,7 +83,7 @@ def _cross_inputs(dtype):
     return lambda: (rand(B, S, V_DIM), rand(B, A, A_DIM), *(table(n, dtype=dtype) for n in (S, S, A, A)))
 
 
-def _attentioncases(package_self, contract, dtype, build, calls):
+def attention_cases(package_self, contract, dtype, build, calls):
     """The same attention, four ways."""
     inputs, cross = attention_inputs(dtype), _cross_inputs(dtype)
     mask = attention_inputs(dtype, lambda: torch.ones(B, 1, 1, dtype=BF16))

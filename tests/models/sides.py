@@ -21,8 +21,8 @@ def weight(n):
     return nn.Parameter(bf16(n))
 
 
-def rope(x, w, cos, sin, heads, rotate=p.inplace_addcmul, norm=p.rms):
-    return p.swapaxes_reshape(rotate(p.reshape_swapaxes(norm(x, w), heads), cos, sin))
+def rope(x, w, cos, sin, heads, rotate=p.inplace_addcmul, norm=p.rms, leave=p.swapaxes_reshape):
+    return leave(rotate(p.reshape_swapaxes(norm(x, w), heads), cos, sin))
 
 
 class Pair(nn.Module):
