@@ -24,6 +24,10 @@ class Refuse(Exception):
         self.reason, self.expected, self.found, self.hint = reason, expected, found, hint
 
 
+class BadLeaf(Refuse):
+    """The operand itself is of a kind no op of ours takes, however it is reached."""
+
+
 class Atom:
     """A free digit. Two atoms are the same digit only if they are the same object."""
 
@@ -152,7 +156,7 @@ class Space:
         for d in self.resolve(r[0]):
             if isinstance(d, Atom):
                 if d.size.int is None or d.size.int > MAX_CASES:
-                    raise Refuse(f"{what} joins {d.size} pieces, which is more than a rotation has")
+                    raise Refuse(f"{what} reads {d.size} different pieces, a rotation has two halves")
                 raise NeedCase(d)
             if d.size.int is None and index:
                 raise Refuse(f"{what} counts blocks of a symbolic size")

@@ -122,7 +122,7 @@ def _repeat(lf: Lifter, n: Node, co: Coords) -> Expr:
 def _flip(lf: Lifter, n: Node, co: Coords) -> Expr:
     sizes, back = lf.sizes.shape(n.args[0]), list(co)
     for d in n.args[1]:
-        index, _ = lf.space.block(back[d], ONE, n.name)
+        index, _ = lf.space.block(back[d], ONE, f"{n.name}, a flip of another axis than the halves,")
         size = sizes[d].int
         if size is None:
             raise Refuse(f"{n.name} flips a symbolic axis")
@@ -295,3 +295,4 @@ def _same_dtype(n: Node, source: Node) -> None:
 CUT = {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 MULTI_CUT = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 JOIN = {aten.cat.default, aten.stack.default, aten.slice_scatter.default, aten.select_scatter.default}
+FLIP = {aten.flip.default, prims.rev.default}

@@ -9,25 +9,27 @@ import torch.fx
 
 from ltx_inductor.rewrite.axes import SidePlan
 from ltx_inductor.rewrite.digits import Refuse
-from ltx_inductor.rewrite.layout import LAYOUT
+from ltx_inductor.rewrite.layout import LAYOUT, aten
 from ltx_inductor.rewrite.view import GraphView
 
 Node = torch.fx.Node
 
+_METADATA = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
+
 
 def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SidePlan:
     """Returns the side unchanged, or raises Refuse."""
-    _check_norm(planned)
-    inside = _replaced_nodes(planned, region)
-    _check_readers(view, planned, inside)
-    _check_mutation(view, planned)
-    _check_streams(planned, inside)
     if view.is_training:
         raise Refuse(
             "this is a training graph: its backward reads values inside the norm and the rotation",
             expected="an inference graph",
             hint="call the model under torch.no_grad() or torch.inference_mode()",
         )
+    _check_norm(planned)
+    inside = _replaced_nodes(planned, region)
+    _check_readers(view, planned, inside)
+    _check_mutation(view, planned)
+    _check_streams(planned, inside)
     return planned
 
 
@@ -69,7 +71,7 @@ def _check_readers(view: GraphView, planned: SidePlan, inside: set[Node]) -> Non
         if n is planned.side.result or not _is_past_the_norm(view, n, planned, inside):
             continue
         for u in n.users:
-            if u not in inside and u in view.live:
+            if u not in inside and u in view.live and u.target not in _METADATA:
                 raise Refuse(
                     f"{n.name}, an intermediate of the rotation, is also read by {u.name}",
                     expected="that only the rotation reads it",

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._subclasses import FakeTensor
 
-from ltx_inductor.rewrite.digits import Atom, Coords, NeedCase, Refuse, Space
+from ltx_inductor.rewrite.digits import Atom, BadLeaf, Coords, NeedCase, Refuse, Space
 from ltx_inductor.rewrite.expr import (
     Apply,
     Expr,
@@ -102,10 +103,15 @@ class Lifter:
         value, x = n.meta.get("val"), self.x.meta["val"]
         if not isinstance(value, torch.Tensor):
             raise Refuse(f"{n.name} is not a tensor")
+        if not isinstance(value, FakeTensor) and type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise BadLeaf(
+                f"{n.name} is a {type(value).__name__}, a tensor subclass whose operations are not those in the graph",
+                expected="plain tensors",
+            )
         if value.device != x.device:
-            raise Refuse(f"{n.name} is on {value.device}, {self.x.name} on {x.device}", hint="move both to one device")
+            raise BadLeaf(f"{n.name} is on {value.device}, {self.x.name} on {x.device}", hint="move both to one device")
         if value.dtype not in FLOATS:
-            raise Refuse(
+            raise BadLeaf(
                 f"{n.name} is {value.dtype}",
                 expected="bf16, fp16 or fp32 values",
                 hint="fp64 and integer operands change where eager rounds; cast cos/sin before the model",
@@ -145,6 +151,8 @@ class Lifter:
         mark, before = self.space.mark(), set(self._memo)
         try:
             return LAYOUT[n.target](self, n, co)
+        except BadLeaf:
+            raise
         except (Refuse, NeedCase):
             # A join that differs along an axis which the rotation does not split: take its result as it is.
             self.space.undo(mark)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ltx_inductor.rewrite.layout import CUT, JOIN, aten
+from ltx_inductor.rewrite.layout import CUT, FLIP, JOIN, aten
 from ltx_inductor.rewrite.lift import ARITHMETIC, SUM, UNDERSTOOD
 
 Node = torch.fx.Node
@@ -96,7 +96,7 @@ def looks_like_rotation(n: Node, region: Iterable[Node]) -> bool:
     inside = set(region)
     seen, todo = {n}, [n]
     cut = table = False
-    join = n.target in JOIN
+    join = n.target in JOIN or n.target in FLIP
     while todo:
         m = todo.pop()
         for a in m.all_input_nodes:
@@ -104,8 +104,8 @@ def looks_like_rotation(n: Node, region: Iterable[Node]) -> bool:
             if a in inside and a not in seen:
                 seen.add(a)
                 todo.append(a)
-                cut |= a.target in CUT
-                join |= a.target in JOIN
+                cut |= a.target in CUT or a.target in FLIP
+                join |= a.target in JOIN or a.target in FLIP
     return cut and join and table
 
 

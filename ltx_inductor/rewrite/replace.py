@@ -6,6 +6,7 @@ takes the new nodes out again.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import replace
 from typing import Any
@@ -76,10 +77,15 @@ def _run_fake(target: Any, values: Any) -> Any:
         (v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor)),
         None,
     )
-    if mode is None:
-        return target(*values)
-    with mode:
-        return target(*values)
+    try:
+        with mode or contextlib.nullcontext():
+            return target(*values)
+    except (ValueError, RuntimeError) as e:  # a view that the strides of the operand do not allow
+        raise Refuse(
+            f"the axes of an operand cannot be viewed as the op reads them: {str(e).splitlines()[0]}",
+            expected="token, head and pair axes that are axes of one memory layout",
+            hint="make the operand contiguous before the norm or the rotation",
+        ) from None
 
 
 class Replacer:

@@ -25,6 +25,7 @@ from ltx_inductor.rewrite.expr import (
     Fma,
     Leaf,
     Mul,
+    Neg,
     Num,
     contains,
     leaves,
@@ -117,7 +118,8 @@ class Reader:
         atoms = {a for case, _ in cases for a in case}
         if len(cases) != 2 or len(atoms) != 1:
             raise Refuse(
-                f"{self.name} is put together from {len(cases)} different pieces of {self.x.name}",
+                f"{self.name} is put together from {len(cases)} different pieces of {self.x.name}; a split rotation has one "
+                "for each half of a head",
                 expected="two pieces, the first and the second half of every head",
                 hint="partial rotary and multi-axis RoPE are not covered",
             )
@@ -133,6 +135,8 @@ class Reader:
     # ---- one case
 
     def _case(self, value: int, e: Expr) -> _Case:
+        if isinstance(e, Neg):
+            raise Refuse(f"{self.name} negates the sum of its products", expected="signs on the tables, not on the sum")
         rounding, e = unrounded(e)
         stored = self.result.meta["val"].dtype
         if (rounding or torch.float32) != stored:
@@ -172,8 +176,7 @@ class Reader:
         flip_t, table = split_sign(table)
         if not isinstance(table, Leaf) or table.node is self.rstd:
             raise Refuse(
-                f"{self.name} multiplies the normalised value by {_short(table)}",
-                expected="an element of a cos or sin table",
+                f"{self.name} multiplies the normalised value by {_short(table)}, not by an element of a cos or sin table",
             )
         coords, weight, norm_rounding = self._norm(n)
         fixed = [d for d in self.space.flat(coords) if isinstance(d, Const)]
@@ -288,7 +291,7 @@ class Reader:
             )
         self.stage = TABLES
         for what, table in (("cos", cos), ("sin", sin)):
-            self._check_table(what, table, half, pair, heads)
+            self._check_table(what, table, half, pair)
         leaf = weights.pop()
         return Side(
             statistic=self.statistic,
@@ -370,16 +373,16 @@ class Reader:
             )
         return a
 
-    def _check_table(self, what: str, table: Leaf, half: Atom, pair: Digits, heads: Digits) -> None:
+    def _check_table(self, what: str, table: Leaf, half: Atom, pair: Digits) -> None:
         atoms = [d for c in table.coords for d in self.space.resolve(c) if isinstance(d, Atom)]
         if len(atoms) != len(set(atoms)) or half in atoms:
             raise Refuse(f"{self.name}: {what} table {table.node.name} is indexed by {atoms}")
-        if tuple(d for d in atoms if d in pair) != pair:
-            interleaved = not pair and bool(heads or atoms)
+        interleaved = not pair  # the half is the least significant digit: the two of a pair are neighbours
+        if interleaved or tuple(d for d in atoms if d in pair) != pair:
             raise Refuse(
-                f"{self.name}: {what} table {table.node.name} is indexed by {atoms}, the pairs of a head by {list(pair)}",
+                f"{self.name}: {what} table {table.node.name} is indexed by {atoms}, the pairs of a head by {list(pair)}"
+                + (": interleaved RoPE, where neighbours are rotated together" if interleaved else ""),
                 expected="one table element per pair, in order, halves apart (split RoPE)",
-                hint="interleaved RoPE is not covered" if interleaved else "",
             )
         chain, todo = {self.statistic.rstd}, [self.statistic.rstd]
         while todo:

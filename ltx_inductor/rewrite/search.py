@@ -9,7 +9,7 @@ import torch.fx
 
 from ltx_inductor.rewrite.axes import SidePlan, has_strides_of_result, plan_side
 from ltx_inductor.rewrite.digits import Refuse
-from ltx_inductor.rewrite.layout import JOIN, LAYOUT
+from ltx_inductor.rewrite.layout import FLIP, JOIN, LAYOUT
 from ltx_inductor.rewrite.legality import check_region
 from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
 from ltx_inductor.rewrite.norm import NotANorm, Statistic, find_statistics
@@ -59,8 +59,8 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
         )
         out.misses.append(Miss(st.rstd, why, LIFT, frozenset({st.rstd})))
         return
-    if not any(n.target in JOIN for n in region):
-        return
+    if not any(n.target in JOIN or n.target in FLIP for n in region):
+        return  # nothing in it depends on which half of a head is asked for
     size = view.sizes.numel(st.x)
     candidates = [
         n for n in region if n.target in ARITHMETIC | CAST | JOIN and n in view.live and view.sizes.numel(n) == size
@@ -135,7 +135,7 @@ def _worth_telling(view: GraphView, reader: Reader, region: set[Node], why: Refu
     """A miss only where the value looks like a rotation: a plain norm must make no noise."""
     n = reader.result
     like = reader.mixes if reader.stage > LIFT else looks_like_rotation(n, region)
-    if not like and reader.stage in (CASES, TERMS):
+    if reader.stage in (CASES, TERMS):
         for leaf in sorted(reader.foreign, key=view.order.__getitem__):
             op = _unknown_op_between(leaf, region)
             if op:
