@@ -6,7 +6,8 @@ thread's hook right away, which serves direct calls of `compile_fx`, and, from a
 compile, into the hook of the compiling thread if it is not there, for that compile only.
 
 What no hook can serve: `torch.compile(options={"joint_custom_pre_pass": ...})` replaces the hook inside Inductor; the
-pass given there runs and ours does not. `backend="ltx"` with the same option runs both.
+pass given there runs and ours does not. `backend="ltx"` with the same option runs both. And what Dynamo has compiled
+stays compiled: a model whose code went through Inductor before keeps that result until `torch._dynamo.reset()`.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class RegisteredPass(LtxPass):
     def __call__(self, graph: fx.Graph) -> None:
         config = current_config()
         if config is not None:
+            _install_callbacks()
             LtxPass(config)(graph)
 
     def uuid(self) -> str | None:

@@ -5,7 +5,7 @@ callable: graph breaks, recompiles, all. What tells them apart is the object tha
 stack of the backend call (the outermost one: a compiled pipeline that calls compiled parts is one compile). Where
 Dynamo is not on the stack (`compile_fx` called by hand), every backend call is a compile of its own.
 
-Thread safe. `last_report()` is about the process: the compile that any thread touched last.
+Thread safe. `last_report()` is about the calling thread's last compile, or the process's where it has none.
 """
 
 from __future__ import annotations
@@ -104,15 +104,17 @@ _local = threading.local()
 
 
 def last_report() -> RewriteReport:
-    """The report of the callable compiled last in this process: all its graphs, recompiles included.
+    """The report of the callable compiled last: all its graphs, recompiles included.
 
-    A graph that Inductor's caches answered for is reported as its first compile was, and the report says `cached`.
-    With nothing compiled yet the report is empty and a note says so. `explain` leaves this alone.
+    Last means by this thread; a thread that has compiled nothing gets the last compile of the process. A graph that
+    Inductor's caches answered for is reported as its first compile was, and the report says `cached`. With nothing
+    compiled yet the report is empty and a note says so. `explain` leaves this alone.
     """
     with _lock:
         if not _compiles:
             return RewriteReport(notes=[_NOTHING])
-        return next(reversed(_compiles.values())).report()
+        mine: _Compile | None = getattr(_local, "last", None)
+        return (mine or next(reversed(_compiles.values()))).report()
 
 
 @contextlib.contextmanager
@@ -175,6 +177,7 @@ def _open(gm: fx.GraphModule | None, example_inputs: Sequence[Any], pass_id: str
         compile_ = _compiles.pop(key, None) or _Compile()
         _compiles[key] = compile_
         compile_.open(call)
+        _local.last = compile_
         while len(_compiles) > _KEPT_COMPILES:
             del _compiles[next(iter(_compiles))]
     return call

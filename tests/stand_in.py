@@ -12,6 +12,7 @@ import types
 import torch
 from torch import nn
 
+from ltx_inductor.rewrite.dump import source_comment
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, Site
 
 RULE = "rmsnorm_split_rope"
@@ -37,17 +38,17 @@ class Refused(nn.Module):
 def rewrite_graph(graph, config, kernels=None):
     sites, refusals = [], []
     for node in list(graph.nodes):
-        source = (node.stack_trace or "").rsplit("line ", 1)[-1].split(",")[0]
+        source = source_comment(node).split(" ")[0]  # file.py:12
         if node.target == torch.ops.aten.tanh.default:
-            refusals.append(Refusal(RULE, "it is a tanh", source=f"stand_in.py:{source}", node=node.name))
+            refusals.append(Refusal(RULE, "it is a tanh", source=source, node=node.name))
         if node.target != torch.ops.aten.relu.default:
             continue
         if node.meta["val"].device.type == "cpu" and not config.cpu:
-            refusals.append(Refusal(RULE, "the graph is on the CPU", source=f"stand_in.py:{source}"))
+            refusals.append(Refusal(RULE, "the graph is on the CPU", source=source))
             continue
         node.target = torch.ops.aten.neg.default
         shapes = {"x": str(list(node.meta["val"].shape))}
-        sites.append(Site(RULE, "aten::neg", None, None, f"stand_in.py:{source}", shapes, "bf16-chain", node.name))
+        sites.append(Site(RULE, "aten::neg", None, None, source, shapes, "bf16-chain", node.name))
     if refusals and config.strict:
         raise LostFusionError("\n".join(r.reason for r in refusals))
     return GraphReport(sites, refusals, len(graph.nodes), 1.0)
