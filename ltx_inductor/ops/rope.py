@@ -14,6 +14,8 @@ device. On CUDA the kernel runs; the reference only where the kernel says that e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -108,12 +110,14 @@ def _check(
     for name, t in (("cos", cos), ("sin", sin)):
         if t.dim() != 4 or t.shape[1] not in (1, heads) or t.shape[3] != head_dim // 2:
             raise ValueError(
-                f"{name} has shape {list(t.shape)}; expected [B or 1, {heads} or 1, S, {head_dim // 2}] for x {list(x.shape)}"
+                f"{name} has shape {list(t.shape)}; expected [B or 1, {heads} or 1, S, {head_dim // 2}] for x of shape "
+                f"{list(x.shape)}"
             )
         allowed = (x.dtype,) if c.narrow_product else (x.dtype, torch.float32)
         if t.dtype not in allowed or t.dtype != cos.dtype:
             raise ValueError(
-                f"{name} is {t.dtype}; expected {' or '.join(map(str, allowed))} for contract {c.name}, the same for cos and sin"
+                f"{name} is {t.dtype}; expected {' or '.join(map(str, allowed))} for contract {c.name}, the same for "
+                "cos and sin"
             )
 
 
@@ -136,7 +140,7 @@ def _fake(
     return x.new_empty((b, h, s, d), dtype=dtype)
 
 
-def _pair(side):  # type: ignore[no-untyped-def]
+def _pair(side: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The two-sided op from a one-sided function; k_cos/k_sin None means that k uses q's tables."""
 
     def both(

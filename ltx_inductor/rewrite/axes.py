@@ -1,7 +1,8 @@
 """From a Side's digits to tensors of the op: which layout nodes turn each operand into [B, S, ...] form.
 
-A Plan is a recipe (split axes, fix positions, permute, merge) that is worked out from digits alone, so it can be tried
-before anything is written into the graph, compared (two sides share tables if their plans are equal), and emitted later.
+A Plan is a recipe (split axes, fix positions, permute, merge) that is worked out from digits alone, so it can be
+tried before anything is written into the graph, compared (two sides share tables if their plans are equal), and
+emitted later.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Atom, Const, Coords, Digit, Digits, Refuse, radix
 from ltx_inductor.rewrite.rope import Operand, Side
 from ltx_inductor.rewrite.size import ONE, Size, Sizes, product
-
-Node = torch.fx.Node
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Plan:
 def plan(operand: Operand, groups: Sequence[Digits]) -> Plan:
     """Raises Refuse where the operand has part of a group, or digits of a group in another order."""
     name = operand.node.name
-    where = {d: (g, i) for g, digits in enumerate(groups) for i, d in enumerate(digits)}
+    where: dict[Digit, tuple[int, int]] = {d: (g, i) for g, digits in enumerate(groups) for i, d in enumerate(digits)}
     pieces: list[tuple[int, int, Size]] = []  # (group, position in it, size) of every axis after cutting
     fixed: list[tuple[int, int]] = []
     cut = False
@@ -72,7 +71,7 @@ def plan(operand: Operand, groups: Sequence[Digits]) -> Plan:
     )
 
 
-def _runs(axis: Digits, where: dict[Atom, tuple[int, int]], name: str) -> Iterator[Digits]:
+def _runs(axis: Digits, where: dict[Digit, tuple[int, int]], name: str) -> Iterator[Digits]:
     """The axis cut wherever two neighbouring digits are not neighbours of one group."""
     run: list[Atom] = []
     for d in axis:
@@ -113,7 +112,7 @@ class SidePlan:
 
     @property
     def num_heads(self) -> int:
-        return radix(self.heads).int or 1
+        return radix(self.heads).known or 1
 
     @property
     def memory_order(self) -> Digits:
@@ -149,7 +148,7 @@ def _assignments(side: Side) -> Iterator[tuple[Digits, Digits, Digits, bool]]:
         for h in reversed(range(len(rows)))
         for rest in [rows[:h] + rows[h + 1 :]]
         for k in _middle_out(len(rest))
-        if rows[h].size.int is not None
+        if rows[h].size.known is not None
     ]
     many_axes = len(side.x.coords) - len(side.statistic.dims) > 2
     yield from by_head + by_row if many_axes else by_row + by_head
@@ -162,7 +161,7 @@ def _middle_out(n: int) -> list[int]:
 
 def _plan_with(side: Side, layout: str, batch: Digits, seq: Digits, heads: Digits, per_head: bool) -> SidePlan:
     half = (side.half, *side.pair)
-    if radix(heads).int is None:
+    if radix(heads).known is None:
         raise Refuse(f"{side.result.name}: the number of heads, {radix(heads)}, is not a constant")
     x_groups = [batch, seq, heads, half] if per_head else [batch, seq, (*heads, *half)]
     table_groups = [batch, heads, seq, side.pair]

@@ -94,8 +94,8 @@ class Space:
                     todo += d.parts[::-1]
                     continue
             if isinstance(d, Const) and out and isinstance(out[-1], Const):
-                radix = d.size.int
-                if radix is not None and out[-1].size.int is not None:
+                radix = d.size.known
+                if radix is not None and out[-1].size.known is not None:
                     high = out.pop()
                     assert isinstance(high, Const)
                     d = Const(high.value * radix + d.value, high.size * d.size)
@@ -155,12 +155,12 @@ class Space:
         index = 0
         for d in self.resolve(r[0]):
             if isinstance(d, Atom):
-                if d.size.int is None or d.size.int > MAX_CASES:
+                if d.size.known is None or d.size.known > MAX_CASES:
                     raise Refuse(f"{what} reads {d.size} different pieces, a rotation has two halves")
                 raise NeedCase(d)
-            if d.size.int is None and index:
+            if d.size.known is None and index:
                 raise Refuse(f"{what} counts blocks of a symbolic size")
-            index = index * (d.size.int or 1) + d.value
+            index = index * (d.size.known or 1) + d.value
         return index, r[1]
 
     def _cut(self, d: Digit, low: Size) -> tuple[Digit, Digit] | None:
@@ -168,9 +168,9 @@ class Space:
         if high is None:
             return None
         if isinstance(d, Const):
-            if low.int is None:
+            if low.known is None:
                 return (Const(0, high), Const(0, low)) if d.value == 0 else None
-            return Const(d.value // low.int, high), Const(d.value % low.int, low)
+            return Const(d.value // low.known, high), Const(d.value % low.known, low)
         d.parts = (Atom(high, d.name + "h"), Atom(low, d.name + "l"))
         self._trail.append(d)
         return d.parts

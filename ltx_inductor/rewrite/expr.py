@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Coords
 
@@ -24,7 +24,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 class Leaf:
     """The element at `coords` of a graph value."""
 
-    node: torch.fx.Node
+    node: Node
     coords: Coords
 
     def __str__(self) -> str:
@@ -183,5 +183,5 @@ def leaves(e: Any) -> Iterator[Leaf]:
         yield from leaves(child)
 
 
-def contains(e: Expr, node: torch.fx.Node) -> bool:
+def contains(e: Expr, node: Node) -> bool:
     return any(leaf.node is node for leaf in leaves(e))

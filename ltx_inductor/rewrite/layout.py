@@ -12,7 +12,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Const, Coords, Refuse
 from ltx_inductor.rewrite.expr import Expr
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ltx_inductor.rewrite.lift import Lifter
 
 aten, prims = torch.ops.aten, torch.ops.prims
-Node = torch.fx.Node
 Handler = Callable[["Lifter", Node, Coords], Expr]
 LAYOUT: dict[Any, Handler] = {}
 FAR = 1 << 62  # where a slice "to the end" may point
@@ -123,7 +122,7 @@ def _flip(lf: Lifter, n: Node, co: Coords) -> Expr:
     sizes, back = lf.sizes.shape(n.args[0]), list(co)
     for d in n.args[1]:
         index, _ = lf.space.block(back[d], ONE, f"{n.name}, a flip of another axis than the halves,")
-        size = sizes[d].int
+        size = sizes[d].known
         if size is None:
             raise Refuse(f"{n.name} flips a symbolic axis")
         back[d] = (Const(size - 1 - index, sizes[d]),) if size != 1 else ()
@@ -143,7 +142,7 @@ def _slice(lf: Lifter, n: Node, co: Coords) -> Expr:
 def _select(lf: Lifter, n: Node, co: Coords) -> Expr:
     sizes = lf.sizes.shape(n.args[0])
     d, index = n.args[1] % len(sizes), literal(n.args[2])
-    if not isinstance(index, int) or (index < 0 and sizes[d].int is None):
+    if not isinstance(index, int) or (index < 0 and sizes[d].known is None):
         raise Refuse(f"{n.name} selects at a symbolic index")
     return lf.lift(n.args[0], (*co[:d], _at(index, sizes[d]), *co[d:]))
 
@@ -160,7 +159,7 @@ def _getitem(lf: Lifter, n: Node, co: Coords) -> Expr:
         return lf.lift(source, (*co[:d], _at(i, sizes[d]), *co[d:]))
     d = _dim(cut, 2, len(sizes))
     lengths = [lf.sizes.of(v.shape[d]) for v in cut.meta["val"]]
-    starts = [s.int for s in lengths[:i]]
+    starts = [s.known for s in lengths[:i]]
     if any(s is None for s in starts):
         raise Refuse(f"{cut.name} splits a symbolic axis")
     return lf.lift(source, _inside(lf, cut, source, co, d, sum(s or 0 for s in starts), lengths[i], 1))
@@ -169,7 +168,7 @@ def _getitem(lf: Lifter, n: Node, co: Coords) -> Expr:
 def _at(index: int, size: Size) -> tuple[Const, ...]:
     if size == ONE:
         return ()
-    return (Const(index + (size.int or 0) if index < 0 else index, size),)
+    return (Const(index + (size.known or 0) if index < 0 else index, size),)
 
 
 def _bounds(lf: Lifter, n: Node, first: int) -> tuple[int, int, int]:
@@ -183,7 +182,7 @@ def _bounds(lf: Lifter, n: Node, first: int) -> tuple[int, int, int]:
         if lf.sizes.of(start) != sizes[d]:
             raise Refuse(f"{n.name} starts at the symbolic position {start}")
         return d, FAR, step
-    size = sizes[d].int
+    size = sizes[d].known
     if start < 0:
         if size is None:
             raise Refuse(f"{n.name} counts from the end of a symbolic axis")
@@ -200,11 +199,11 @@ def _inside(lf: Lifter, n: Node, source: Node, co: Coords, d: int, start: int, l
         if size.exactly_divided_by(Size(step)) != length or start >= step:
             raise Refuse(f"{n.name} is a strided slice that is not one residue of {step}")
         return (*co[:d], (*co[d], Const(start, Size(step))), *co[d + 1 :])
-    if length.int is None or size.int is None:
+    if length.known is None or size.known is None:
         raise Refuse(f"{n.name} cuts a symbolic axis of size {size} to {length}")
-    piece = gcd(size.int, length.int, start)
-    pieces = Size(size.int // piece)
-    index, low = (0, co[d]) if piece == length.int else lf.space.block(co[d], Size(piece), n.name)
+    piece = gcd(size.known, length.known, start)
+    pieces = Size(size.known // piece)
+    index, low = (0, co[d]) if piece == length.known else lf.space.block(co[d], Size(piece), n.name)
     return (*co[:d], (Const(start // piece + index, pieces), *low), *co[d + 1 :])
 
 
@@ -221,7 +220,7 @@ def _cat(lf: Lifter, n: Node, co: Coords) -> Expr:
     if all(s == lengths[0] for s in lengths):
         index, low = lf.space.block(co[d], lengths[0], n.name)
         return lf.lift(parts[index], (*co[:d], low, *co[d + 1 :]))
-    sizes = [s.int for s in lengths]
+    sizes = [s.known for s in lengths]
     if any(s is None for s in sizes):
         raise Refuse(f"{n.name} joins pieces of different symbolic sizes")
     piece = gcd(*[s or 0 for s in sizes])
@@ -252,12 +251,12 @@ def _slice_scatter(lf: Lifter, n: Node, co: Coords) -> Expr:
         return lf.lift(source, co)
     if step != 1:
         return _strided_scatter(lf, n, co, d, start, step)
-    if size.int is None or length.int is None:
+    if size.known is None or length.known is None:
         raise Refuse(f"{n.name} writes into part of a symbolic axis")
-    piece = gcd(size.int, length.int, start)
+    piece = gcd(size.known, length.known, start)
     index, low = lf.space.block(co[d], Size(piece), n.name)
     index -= start // piece
-    count = length.int // piece
+    count = length.known // piece
     if not 0 <= index < count:
         return lf.lift(base, co)
     inner = (Const(index, Size(count)), *low) if count > 1 else low
@@ -278,7 +277,7 @@ def _strided_scatter(lf: Lifter, n: Node, co: Coords, d: int, start: int, step: 
 def _select_scatter(lf: Lifter, n: Node, co: Coords) -> Expr:
     base, source, d, at = n.args
     _same_dtype(n, source)
-    size = lf.sizes.shape(base)[d].int
+    size = lf.sizes.shape(base)[d].known
     index, _ = lf.space.block(co[d], ONE, n.name)
     if at < 0 and size is None:
         raise Refuse(f"{n.name} writes at an index from the end of a symbolic axis")

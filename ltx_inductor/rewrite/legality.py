@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.rewrite.axes import SidePlan
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.layout import LAYOUT, aten
 from ltx_inductor.rewrite.view import GraphView
-
-Node = torch.fx.Node
 
 _METADATA = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.fx
 from torch._subclasses import FakeTensor
+from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Atom, BadLeaf, Coords, NeedCase, Refuse, Space
 from ltx_inductor.rewrite.expr import (
@@ -30,7 +30,6 @@ from ltx_inductor.rewrite.expr import (
 from ltx_inductor.rewrite.layout import LAYOUT, argument, aten, prims
 from ltx_inductor.rewrite.size import ONE, Sizes
 
-Node = torch.fx.Node
 NARROW = frozenset({torch.bfloat16, torch.float16})
 FLOATS = NARROW | {torch.float32}
 CAST = {prims.convert_element_type.default, aten._to_copy.default}
@@ -78,7 +77,7 @@ class Lifter:
             except NeedCase as need:
                 if len(found) > 4:
                     raise Refuse(f"{n.name} is put together from more than four different pieces") from None
-                for value in range(need.atom.size.int or 0):
+                for value in range(need.atom.size.known or 0):
                     go({**case, need.atom: value})
 
         go({})

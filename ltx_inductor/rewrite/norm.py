@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx
+from torch.fx import Graph, Node
 
 from ltx_inductor.rewrite.layout import argument, aten
 from ltx_inductor.rewrite.lift import CAST
 from ltx_inductor.rewrite.size import Sizes, product
 
-Node = torch.fx.Node
 _FUSED_ATEN = ("aten._fused_rms_norm.default", "aten.rms_norm.default")
 
 
@@ -42,7 +41,7 @@ class NotANorm:
     reason: str
 
 
-def find_statistics(graph: torch.fx.Graph, sizes: Sizes) -> tuple[list[Statistic], list[NotANorm]]:
+def find_statistics(graph: Graph, sizes: Sizes) -> tuple[list[Statistic], list[NotANorm]]:
     """Every rsqrt of the graph, in program order, as one or the other."""
     yes: list[Statistic] = []
     no: list[NotANorm] = []
@@ -76,7 +75,7 @@ def _match(rstd: Node, sizes: Sizes) -> Statistic | str:
         return f"{square.name} = {square.target} is not the square of a value"
     shape = sizes.shape(x32)
     dims = tuple(sorted(d % len(shape) for d in (mean.args[1] or range(len(shape)))))
-    if divisor is not None and divisor != product(shape[d] for d in dims).int:
+    if divisor is not None and divisor != product(shape[d] for d in dims).known:
         return f"{mean.name} is divided by {divisor}, not by the number of elements summed"
     for n in (rstd, square, x32):
         if n.meta["val"].dtype != torch.float32:

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.rewrite.axes import Plan, SidePlan
 from ltx_inductor.rewrite.layout import LAYOUT, aten
 from ltx_inductor.rewrite.lift import CAST, PRODUCT
 from ltx_inductor.rewrite.view import GraphView
 
-Node = torch.fx.Node
 _ATTENTION = re.compile(r"attention|attn|sdpa|fmha", re.IGNORECASE)
 _MATMUL = {aten.bmm.default, aten.mm.default, aten.matmul.default, aten.baddbmm.default}
 _REACH = 48  # nodes looked at between a result and the attention that reads it

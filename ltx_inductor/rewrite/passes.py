@@ -1,8 +1,8 @@
 """The pass: find sites, check legality, pair sides, choose kernels, replace, lint; every candidate ends in the report.
 
 `rewrite_graph` edits one graph in place and never raises because of what it finds in it: an internal error becomes a
-refusal and the graph is left as it was. It launches nothing and looks at no device; what it may do is in the Config, and
-whether a kernel is there is answered by the `Kernels` object it is given.
+refusal and the graph is left as it was. It launches nothing and looks at no device; what it may do is in the Config,
+and whether a kernel is there is answered by the `Kernels` object it is given.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.fx
+from torch.fx import Graph, Node
 
 import ltx_inductor.ops as ops  # registers the ops that the pass writes
 from ltx_inductor.config import Config
@@ -27,7 +27,6 @@ from ltx_inductor.rewrite.source import source_line
 from ltx_inductor.rewrite.sweep import uncovered_rotations
 from ltx_inductor.rewrite.view import GraphView
 
-Node = torch.fx.Node
 RULE = "rmsnorm_split_rope"
 log = logging.getLogger("ltx_inductor")
 assert ops
@@ -54,7 +53,7 @@ class Kernels(Protocol):
         ...
 
 
-def rewrite_graph(graph: torch.fx.Graph, config: Config, kernels: Kernels | None = None) -> GraphReport:
+def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) -> GraphReport:
     """Rewrites what the rules of `config` match, in place, and reports it.
 
     kernels: asked for every side on a device with kernels; None accepts all (the op then runs its reference).
@@ -81,7 +80,7 @@ def rewrite_graph(graph: torch.fx.Graph, config: Config, kernels: Kernels | None
     return report
 
 
-def _run(graph: torch.fx.Graph, config: Config, kernels: Kernels | None, report: GraphReport) -> None:
+def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphReport) -> None:
     view = GraphView(graph)
     found = search(view)
     refusals: list[tuple[float, Refusal]] = []
@@ -141,7 +140,7 @@ def _unavailable(view: GraphView, planned: SidePlan, config: Config, kernels: Ke
 
 def _need(view: GraphView, planned: SidePlan) -> KernelNeed:
     x, cos = planned.side.x.node.meta["val"], planned.cos.node.meta["val"]
-    head_dim = 2 * (planned.side.pair_size.int or 0)
+    head_dim = 2 * (planned.side.pair_size.known or 0)
     return KernelNeed(
         device=x.device,
         dtype=x.dtype,

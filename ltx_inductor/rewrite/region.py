@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.fx
+from torch.fx import Graph, Node
 
 from ltx_inductor.rewrite.layout import CUT, FLIP, JOIN, aten
 from ltx_inductor.rewrite.lift import ARITHMETIC, SUM, UNDERSTOOD
 
-Node = torch.fx.Node
 MAX_REGION = 160  # nodes computed from one statistic; a RoPE chain has about 20, and a search must stay linear
 
 
-def value_numbers(graph: torch.fx.Graph) -> Callable[[Node], Node]:
+def value_numbers(graph: Graph) -> Callable[[Node], Node]:
     """same(n): the first node that computes the same pure function of the same values.
 
     Inference graphs are not CSEd: the unsqueeze, neg or float of a table appears once per use.
@@ -122,7 +121,7 @@ def reaches(start: Node, goal: Node, region: set[Node]) -> bool:
     return False
 
 
-def live_nodes(graph: torch.fx.Graph) -> set[Node]:
+def live_nodes(graph: Graph) -> set[Node]:
     """Nodes that an output or a side effect depends on. (Joint graphs are full of dead slices.)"""
     todo = [n for n in graph.nodes if n.op == "output" or (n.op == "call_function" and _has_effects(n))]
     live = set(todo)

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.fx
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 
 from ltx_inductor.rewrite.axes import Plan, SidePlan, result_axes
 from ltx_inductor.rewrite.digits import Refuse
@@ -22,14 +23,12 @@ from ltx_inductor.rewrite.pairs import Launch
 from ltx_inductor.rewrite.size import Size, product
 from ltx_inductor.rewrite.view import GraphView
 
-Node = torch.fx.Node
-
 
 class Writer:
     """Adds nodes behind anchors, with fake values, and can take the latest ones out again.
 
-    Nodes behind one anchor keep the order in which they were written, and get a place in `view.order` between the anchor
-    and what followed it, so that later launches can tell before from after.
+    Nodes behind one anchor keep the order in which they were written, and get a place in `view.order` between the
+    anchor and what followed it, so that later launches can tell before from after.
     """
 
     def __init__(self, view: GraphView) -> None:
@@ -53,7 +52,7 @@ class Writer:
         self._new.append((n, self._anchor, tail))
         self._tail[self._anchor] = n
         self.view.order[n] = self.view.order[tail] + 2**-20
-        n.meta["val"] = _run_fake(target, torch.fx.node.map_arg(args, lambda a: a.meta["val"]))
+        n.meta["val"] = _run_fake(target, map_arg(args, lambda a: a.meta["val"]))
         if like is not None:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
                 if key in like.meta:
@@ -208,8 +207,8 @@ def _size_args(w: Writer, sizes: tuple[Size, ...], source: Node) -> list[Any]:
     args: list[Any] = []
     have = w.view.sizes
     for s in sizes:
-        if s.int is not None:
-            args.append(s.int)
+        if s.known is not None:
+            args.append(s.known)
             continue
         shape = source.meta["val"].shape
         axis = next((i for i, v in enumerate(shape) if have.of(v) == s), None)
@@ -257,7 +256,7 @@ def _form(t: torch.Tensor) -> str:
     return f"{t.dtype} {tuple(t.shape)} with strides {tuple(t.stride())}"
 
 
-def _remove_dead(graph: torch.fx.Graph, start: Node) -> None:
+def _remove_dead(graph: Graph, start: Node) -> None:
     """Removes the replaced value and what only it needed; inputs and impure nodes stay."""
     todo = [start]
     while todo:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.contract import Contract, find
 from ltx_inductor.rewrite.digits import Atom, Const, Coords, Digits, Refuse, radix
@@ -37,7 +37,6 @@ from ltx_inductor.rewrite.lift import NARROW, Lifter, Prover
 from ltx_inductor.rewrite.norm import Statistic
 from ltx_inductor.rewrite.size import TWO, Size
 
-Node = torch.fx.Node
 # How far a reading got; the refusal that got furthest is the one worth reporting.
 LIFT, CASES, TERMS, ROLES, DIGITS, TABLES = range(6)
 
@@ -118,8 +117,8 @@ class Reader:
         atoms = {a for case, _ in cases for a in case}
         if len(cases) != 2 or len(atoms) != 1:
             raise Refuse(
-                f"{self.name} is put together from {len(cases)} different pieces of {self.x.name}; a split rotation has one "
-                "for each half of a head",
+                f"{self.name} is put together from {len(cases)} different pieces of {self.x.name}; a split rotation "
+                "has one for each half of a head",
                 expected="two pieces, the first and the second half of every head",
                 hint="partial rotary and multi-axis RoPE are not covered",
             )
@@ -176,7 +175,8 @@ class Reader:
         flip_t, table = split_sign(table)
         if not isinstance(table, Leaf) or table.node is self.rstd:
             raise Refuse(
-                f"{self.name} multiplies the normalised value by {_short(table)}, not by an element of a cos or sin table",
+                f"{self.name} multiplies the normalised value by {_short(table)}, which is no element of a cos or sin "
+                "table",
             )
         coords, weight, norm_rounding = self._norm(n)
         fixed = [d for d in self.space.flat(coords) if isinstance(d, Const)]
@@ -241,7 +241,8 @@ class Reader:
         early, scaled = unrounded(scaled)
         if early is not None:
             raise Refuse(
-                f"{self.name}: the norm of {self.x.name} is rounded to {_dt(early)} before the weight {weight.node.name}",
+                f"{self.name}: the norm of {self.x.name} is rounded to {_dt(early)} before the weight "
+                f"{weight.node.name}",
                 expected="one rounding, after the weight, as torch.rms_norm does",
             )
         return scaled, weight
@@ -324,7 +325,8 @@ class Reader:
             raise Refuse(f"{self.x.name} is {_dt(x)}", expected="bf16 or fp16 activations")
         if partner is not None:
             raise Refuse(
-                f"{self.name} rounds n*cos to {_dt(own)}, n*sin to {_dt(partner)} and their sum to {_dt(first.rounding)}",
+                f"{self.name} rounds n*cos to {_dt(own)}, n*sin to {_dt(partner)} and their sum to "
+                f"{_dt(first.rounding)}",
                 expected="at most two roundings after the norm",
                 hint="compute the rotation in fp32, or write it with addcmul_",
             )
@@ -367,7 +369,8 @@ class Reader:
         prover = Prover(self.lifter)
         if prover.lift(a.node, a.coords) != prover.lift(b.node, b.coords):
             raise Refuse(
-                f"{self.name}: {a.node.name} holds a {what} for both halves, which cannot be proved equal from the graph",
+                f"{self.name}: {a.node.name} holds a {what} for both halves, which cannot be proved equal from the "
+                "graph",
                 expected="one table element for both halves",
                 hint=f"pass {what} of half the width, or build it as cat([freqs, freqs]) inside the compiled model",
             )
@@ -380,8 +383,8 @@ class Reader:
         interleaved = not pair  # the half is the least significant digit: the two of a pair are neighbours
         if interleaved or tuple(d for d in atoms if d in pair) != pair:
             raise Refuse(
-                f"{self.name}: {what} table {table.node.name} is indexed by {atoms}, the pairs of a head by {list(pair)}"
-                + (": interleaved RoPE, where neighbours are rotated together" if interleaved else ""),
+                f"{self.name}: {what} table {table.node.name} is indexed by {atoms}, the pairs of a head by "
+                f"{list(pair)}" + (": interleaved RoPE, where neighbours are rotated together" if interleaved else ""),
                 expected="one table element per pair, in order, halves apart (split RoPE)",
             )
         chain, todo = {self.statistic.rstd}, [self.statistic.rstd]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.rewrite.axes import SidePlan, has_strides_of_result, plan_side
 from ltx_inductor.rewrite.digits import Refuse
@@ -17,7 +16,6 @@ from ltx_inductor.rewrite.region import derived_from, looks_like_rotation, reach
 from ltx_inductor.rewrite.rope import CASES, LIFT, TERMS, Reader, Side
 from ltx_inductor.rewrite.view import GraphView
 
-Node = torch.fx.Node
 MAX_ADVANCE = 6  # layout ops between a rotation and the value that is replaced
 
 

@@ -13,11 +13,12 @@ from functools import reduce
 from typing import Any
 
 import sympy
-import torch.fx
+import torch
+from torch.fx import Node
 
 
 class Size:
-    """A positive size, immutable. `int` is its value, or None where it depends on a symbol."""
+    """A positive size, immutable. `known` is its value, or None where it depends on a symbol."""
 
     __slots__ = ("coefficient", "factors")
 
@@ -26,7 +27,7 @@ class Size:
         self.factors = factors
 
     @property
-    def int(self) -> int | None:
+    def known(self) -> int | None:
         return None if self.factors else int(self.coefficient)
 
     def __mul__(self, other: Size) -> Size:
@@ -77,7 +78,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self._cache: dict[Any, Size] = {}
-        self._shapes: dict[torch.fx.Node, tuple[Size, ...]] = {}
+        self._shapes: dict[Node, tuple[Size, ...]] = {}
 
     def of(self, value: Any) -> Size:
         """The size of an int or a SymInt."""
@@ -88,14 +89,14 @@ class Sizes:
             self._cache[key] = _factorise(simplify(value))
         return self._cache[key]
 
-    def shape(self, node: torch.fx.Node) -> tuple[Size, ...]:
+    def shape(self, node: Node) -> tuple[Size, ...]:
         """The sizes of a tensor node."""
         found = self._shapes.get(node)
         if found is None:
             found = self._shapes[node] = tuple(self.of(s) for s in node.meta["val"].shape)
         return found
 
-    def numel(self, node: torch.fx.Node) -> Size | None:
+    def numel(self, node: Node) -> Size | None:
         """The number of elements of a tensor node; None for a node that is not a tensor."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return None

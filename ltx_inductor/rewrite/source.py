@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-import torch.fx
+from torch.fx import Node
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def source_line(n: torch.fx.Node) -> str:
+def source_line(n: Node) -> str:
     """ "file.py:123", the innermost line outside torch itself; "" where the node carries no stack trace."""
     frames = _FRAME.findall(str(n.meta.get("stack_trace") or ""))
     for path, line in reversed(frames):

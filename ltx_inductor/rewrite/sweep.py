@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-import torch.fx
+from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.layout import CUT, FLIP, JOIN, LAYOUT, aten
 from ltx_inductor.rewrite.lift import CAST
 from ltx_inductor.rewrite.view import GraphView
 
-Node = torch.fx.Node
 _MULTIPLY = {aten.mul.Tensor, aten.addcmul.default}
 _SUM = {aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default}
 _MOVE = FLIP | {aten.roll.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
@@ -37,7 +35,7 @@ _COMPLEX = {aten.view_as_complex.default, aten.complex.default}
 
 
 def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[tuple[Node, Refuse]]:
-    """(the last node, why it was left alone) of every rotation-like value outside `covered`, last in the graph first."""
+    """(the last node, why it was left alone) of every rotation-like value outside `covered`, last one first."""
     taken = set(covered)
     for n in reversed(view.graph.nodes):
         if n.op != "call_function" or n in taken or n not in view.live:
@@ -104,8 +102,8 @@ def _reason(n: Node, walked: set[Node]) -> Refuse:
     through = _way_from_a_norm(n, walked)
     if through is not None:
         return Refuse(
-            f"{n.name} rotates what {through.name} = {through.target} makes of a normalised value; between a norm and its "
-            "rotation there must be no scale, sum or other op",
+            f"{n.name} rotates what {through.name} = {through.target} makes of a normalised value; between a norm and "
+            "its rotation there must be no scale, sum or other op",
             found=f"{through.name} = {through.target}",
             expected="torch.rms_norm of a query or key, then split RoPE on its result",
         )
@@ -117,20 +115,24 @@ def _reason(n: Node, walked: set[Node]) -> Refuse:
 
 
 def _way_from_a_norm(n: Node, walked: set[Node]) -> Node | None:
-    """The op nearest to the rotation on the way back to a rsqrt that is neither layout nor part of the norm."""
-    seen: set[Node] = {n}
-    todo: list[tuple[Node, Node | None]] = [(n, None)]
-    while todo and len(seen) < 2 * _NEAR:
-        m, through = todo.pop(0)
+    """The op nearest to the rotation, on a way back to a rsqrt, that is neither layout nor the rotation's own.
+
+    Products and sums of the rotation lie on its side of a cut; whatever computes behind a cut is in between.
+    """
+    seen: set[tuple[Node, bool]] = {(n, False)}
+    todo: list[tuple[Node, bool, Node | None]] = [(n, False, None)]
+    while todo and len(seen) < 4 * _NEAR:
+        m, behind, through = todo.pop(0)
+        behind = behind or m.target in CUT or m.target in _MOVE
         for a in m.all_input_nodes:
-            if a.target is aten.rsqrt.default:
+            if a.target is aten.rsqrt.default and through is not None:
                 return through
-            if a in seen or a.op != "call_function":
+            if a.op != "call_function" or (a, behind) in seen:
                 continue
-            seen.add(a)
-            own = a in walked and (a.target in _MULTIPLY or a.target in _SUM)
+            seen.add((a, behind))
+            own = not behind and a in walked and (a.target in _MULTIPLY or a.target in _SUM)
             plain = own or a.target in LAYOUT or a.target in CAST
-            todo.append((a, through if plain or through is not None else a))
+            todo.append((a, behind, through if plain or through is not None else a))
     return None
 
 

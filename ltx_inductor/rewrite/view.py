@@ -6,18 +6,16 @@ from collections.abc import Callable
 from functools import cached_property
 
 import torch
-import torch.fx
+from torch.fx import Graph, Node
 
 from ltx_inductor.rewrite.region import live_nodes, value_numbers
 from ltx_inductor.rewrite.size import Sizes
-
-Node = torch.fx.Node
 
 
 class GraphView:
     """Order, liveness, value numbers and sizes of a graph that is not being changed."""
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.sizes = Sizes()
         self.order: dict[Node, float] = {n: i for i, n in enumerate(graph.nodes)}
