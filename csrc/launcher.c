@@ -70,13 +70,14 @@ static int cu_fail(const char* what, int code) {
 }
 
 /* ---- a loaded configuration ---------------------------------------------------------------------------------------- */
-enum Entry { PAIR_PACKED, PAIR, ROW_PACKED, ROW, ANY, ENTRIES };
-static const char* const kEntryNames[ENTRIES] = {"rope_pair_packed", "rope_pair", "rope_row_packed", "rope_row", "rope_any"};
-enum Path { PATH_AUTO, PATH_PAIR, PATH_ROW, PATH_ANY }; /* what tests and benchmarks may force */
+enum Entry { PAIR, ROW, ANY, ENTRIES };
+static const char* const kEntryNames[ENTRIES] = {"rope_pair", "rope_row", "rope_any"};
+/* What tests and benchmarks may force; DRY does everything but the launch. */
+enum Path { PATH_DRY = -1, PATH_AUTO, PATH_PAIR, PATH_ROW, PATH_ANY };
 #define MAX_DEVICES 64
 
 /* Below this many tokens a CTA per row fills the chip better than a CTA per token (measured: benchmarks/NOTES.md). */
-#define PAIR_MIN_TOKENS 1024
+#define PAIR_MIN_TOKENS 512
 
 typedef struct {
   int head_dim, norm, per_head, fp16, table_f32, out_f32, exact_fp32, bhsd, shared;
@@ -197,9 +198,9 @@ static int off_by(const void* p, int64_t a, int64_t b, int64_t c, int bytes) { /
   return ((uintptr_t)p % (4 * bytes)) != 0 || ((a | b | c) & 3) != 0;
 }
 
-/* Fills one side. *vectors and *packed are cleared where the side forbids them. Returns -1 (raised) or a status. */
+/* Fills one side. *vectors is cleared where the side forbids them. Returns -1 (raised) or a status. */
 static int read_side(const Config* c, const DLTensor* x, const DLTensor* w, const DLTensor* cos, const DLTensor* sin,
-                     const DLTensor* out, double eps, int64_t heads, LtxRopeSide* s, int* vectors, int* packed) {
+                     const DLTensor* out, double eps, int64_t heads, LtxRopeSide* s, int* vectors) {
   const int64_t D = c->head_dim;
   int64_t batch, seq;
   int table_bytes = c->table_f32 ? 4 : 2, i, status = 0;
@@ -215,7 +216,7 @@ static int read_side(const Config* c, const DLTensor* x, const DLTensor* w, cons
         (t->shape[1] != heads && t->shape[1] != 1) || t->shape[2] != seq || t->shape[3] != D / 2)
       return fail("ValueError", "rope kernel: cos and sin must be [B or 1, H or 1, S, D/2] of the dtype that was prepared");
   }
-  if (batch > 0x7fffffff || seq > 0x7ffffff0 || heads > 0x7fffffff || (c->per_head && seq * heads > 0x7ffffff0))
+  if (batch > 0x7fffffff || seq > 0x7ffffff0 || heads > 0x7fffffff || (c->per_head && seq * heads > 0x7fff0000))
     return fail("ValueError", "rope kernel: a dimension of x exceeds 2^31");
   if (x->device.device_id != cos->device.device_id || x->device.device_id != sin->device.device_id ||
       x->device.device_type != kDLCUDA || cos->device.device_type != kDLCUDA || sin->device.device_type != kDLCUDA ||
@@ -245,23 +246,19 @@ static int read_side(const Config* c, const DLTensor* x, const DLTensor* w, cons
       s->cos_b != s->sin_b || s->cos_h != s->sin_h || s->cos_s != s->sin_s ||
       off_by(s->cos, s->cos_b, s->cos_h, s->cos_s, table_bytes) || (uintptr_t)s->sin % (4 * table_bytes))
     *vectors = 0;
-  if (heads > 1 && s->cos_h != D / 2) *packed = 0;
   return 0;
 }
 
 static int launch(const Config* c, enum Entry entry, int device, Handle stream, LtxRopeParams* p) {
   const LtxRopeSide whole[2] = {p->side[0], p->side[1]};
-  const int pair = entry == PAIR || entry == PAIR_PACKED, table_bytes = c->table_f32 ? 4 : 2, out_bytes = c->out_f32 ? 4 : 2;
+  const int pair = entry == PAIR, table_bytes = c->table_f32 ? 4 : 2, out_bytes = c->out_f32 ? 4 : 2;
   int most = whole[0].batch > whole[1].batch ? whole[0].batch : whole[1].batch, b0, i, code;
   int64_t blocks = 0;
-  unsigned threads = c->registers && entry != ANY ? LTX_REGISTER_THREADS : LTX_STAGED_THREADS;
+  unsigned threads = (c->registers && entry != ANY ? LTX_REGISTER_THREADS : LTX_STAGED_THREADS) * (pair ? 2 : 1);
   if (c->per_head) {
-    const int groups = LTX_HEAD_THREADS / LTX_HEAD_GROUP(c->head_dim);
+    const int per_block = LTX_HEAD_THREADS / LTX_HEAD_GROUP(c->head_dim) * LTX_HEAD_UNROLL;
     threads = LTX_HEAD_THREADS;
-    for (i = 0; i < (pair ? 1 : 2); ++i) {
-      int64_t units = (int64_t)whole[i].seq * ((whole[i].heads + LTX_HEAD_UNROLL - 1) / LTX_HEAD_UNROLL);
-      blocks += (units + groups - 1) / groups;
-    }
+    for (i = 0; i < (pair ? 1 : 2); ++i) blocks += ((int64_t)whole[i].seq * whole[i].heads + per_block - 1) / per_block;
   } else {
     blocks = pair ? whole[0].seq : (int64_t)whole[0].seq + whole[1].seq;
   }
@@ -292,20 +289,20 @@ EXPORT int __tvm_ffi_rope_launch(void* self, const TVMFFIAny* a, int32_t n, TVMF
   Config* c;
   const DLTensor *q, *k, *k_cos, *k_sin;
   enum Entry entry;
-  int path, status, vectors = 1, packed = 1, pushed, failed, device;
+  int path, status, vectors = 1, pushed, failed, device;
   (void)self;
   if (n != 17) return fail("ValueError", "rope_launch takes 17 arguments");
   c = (Config*)(intptr_t)a[0].v_int64, path = (int)a[2].v_int64;
   q = tensor(&a[3]), k = tensor(&a[4]);
   status = read_side(c, q, tensor(&a[5]), tensor(&a[7]), tensor(&a[8]), tensor(&a[11]), number(&a[13]), a[15].v_int64,
-                     &p.side[0], &vectors, &packed);
+                     &p.side[0], &vectors);
   if (status == 0 && k) {
     k_cos = tensor(&a[9]), k_sin = tensor(&a[10]);
     if (!k_cos) k_cos = tensor(&a[7]), k_sin = tensor(&a[8]);
     if (k->device.device_id != q->device.device_id)
       return fail("ValueError", "rope kernel: q and k must be on the same CUDA device");
     status = read_side(c, k, tensor(&a[6]), k_cos, k_sin, tensor(&a[12]), number(&a[14]), a[16].v_int64, &p.side[1],
-                       &vectors, &packed);
+                       &vectors);
   } else {
     memset(&p.side[1], 0, sizeof p.side[1]);
   }
@@ -321,8 +318,8 @@ EXPORT int __tvm_ffi_rope_launch(void* self, const TVMFFIAny* a, int32_t n, TVMF
                sq->batch == sk->batch && sq->heads == sk->heads && path != PATH_ROW;
     if (pair && path == PATH_AUTO && !c->per_head) pair = (int64_t)sq->seq * sq->batch >= PAIR_MIN_TOKENS;
     entry = pair ? PAIR : ROW;
-    if (packed && c->kernels[entry - 1]) entry = (enum Entry)(entry - 1);
   }
+  if (path == PATH_DRY) return 0;
   device = q->device.device_id;
   if (enter(device, &pushed)) return -1;
   failed = make_resident(c, device) || launch(c, entry, device, (Handle)(intptr_t)a[1].v_int64, &p);

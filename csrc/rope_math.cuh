@@ -125,6 +125,14 @@ __device__ __forceinline__ void load_streamed(u32 (&r)[4], const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
 }
+// cos and sin that another thread of the CTA reads at the same time: kept by L1 until then, and the first to go.
+__device__ __forceinline__ void load_twice(u32 (&r)[2], const void* p) {
+  asm volatile("ld.global.nc.L1::evict_first.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
+}
+__device__ __forceinline__ void load_twice(u32 (&r)[4], const void* p) {
+  asm volatile("ld.global.nc.L1::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
+}
 __device__ __forceinline__ void load_cached(u32 (&r)[2], const void* p) {
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
 }

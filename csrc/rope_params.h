@@ -5,19 +5,24 @@
 
 typedef long long ltx_i64;
 
-/* One side (q or k) of a call. x is [B, S, heads, head_dim]: a [B, S, N] input is passed with x_h = head_dim * x_e. */
+/* One side (q or k) of a call. x is [B, S, heads, head_dim]: a [B, S, N] input is passed with x_h = head_dim * x_e.
+ * Parameters are in constant memory, cold at every launch: what a kernel needs for its first loads is in the first line. */
 typedef struct {
+  int seq, batch, heads;
+  float eps;
   const void* x;      /* 16-bit */
-  const void* weight; /* 16-bit, contiguous; NULL: no weight */
+  ltx_i64 x_b, x_s;
   const void* cos;    /* [B, heads, S, head_dim / 2]; strides are 0 where a size of 1 is broadcast */
   const void* sin;
+  const void* weight; /* 16-bit, contiguous, aligned to 8 bytes; NULL: no weight */
+
+  ltx_i64 cos_b, cos_s, cos_h;
   void* out;
-  ltx_i64 x_b, x_s, x_h, x_e;
-  ltx_i64 cos_b, cos_h, cos_s, cos_e;
-  ltx_i64 sin_b, sin_h, sin_s, sin_e; /* only the any-stride kernels read these: elsewhere they equal cos_* */
-  ltx_i64 out_b, out_s, out_h;        /* the innermost stride of an output is always 1 */
-  int batch, seq, heads;
-  float eps;
+  ltx_i64 out_b, out_s, out_h; /* the innermost stride of an output is always 1 */
+  ltx_i64 x_h;
+
+  ltx_i64 x_e, cos_e, sin_b, sin_s, sin_h, sin_e; /* any-stride kernels only; else the elements are 1 and sin_* is cos_* */
+  ltx_i64 pad[2];
 } LtxRopeSide;
 
 typedef struct {

@@ -1,118 +1,114 @@
-// RMSNorm per head + split RoPE (Qwen3, Gemma3 style): a head is one vector (4 elements) per lane, in registers.
+// RMSNorm per head + split RoPE (Qwen3, Gemma3 style): both halves of a rotation pair in one thread, no shared memory.
 //
-// group   G = 8, 16 or 32 lanes hold one head: lane l has vector l, and l + 32 for head_dim > 128
-// unit    a group does HEAD_UNROLL consecutive heads of a token, of q and of k if they share cos/sin (ROWS = 2): their
-//         loads are all in flight together; cos/sin that are the same for all heads are hits in L1
-// grid    x: units of q, then units of k (ROWS = 1), 128 / G to a block of 128 threads;  y: batch
+// group   G = 4, 8, 16 or 32 lanes hold one head: lane l < D / 8 has vector l (4 elements) and its partner l + D / 8
+// warp    32 / G groups on consecutive heads (of a token, then of the next), HEAD_UNROLL times, so that a load of the
+//         warp is contiguous; of q and of k if they share cos/sin (ROWS = 2). All loads are in flight together; cos/sin
+//         that are the same for all heads are hits in L1
+// grid    x: heads of q, then heads of k (ROWS = 1), in blocks of 128 / G * HEAD_UNROLL;  y: batch
 // sum     torch gives a row of head_dim <= 256 to its threads 0..63, one vector each: acc of four fmas; warp tree
-//         16, 8, 4, 2, 1, of which the levels >= G add zeros (exact: squares are never -0); then (w0 + 0) + (w1 + 0)
-// partner the normed vector half a head away, by shuffle
+//         16, 8, 4, 2, 1, whose levels above what head_dim fills add zeros (exact: squares are never -0); then w0 + w1.
+//         Lane l first collects the sums of vectors l and l + G; they meet at level G, or, for G = 32, as w0 + w1
 // bytes   every byte of x and out moves once, and of cos/sin too unless heads share them
 #pragma once
 #include "rope_math.cuh"
 
-constexpr int HEAD_VECS = D / 4;
 constexpr int GROUP = LTX_HEAD_GROUP(D);
-constexpr int SLOTS = HEAD_VECS > 32 ? 2 : 1;
 constexpr int UNROLL = LTX_HEAD_UNROLL;
+
+// Sum of squares of a head, in every lane. first and second: of this lane's two vectors; 0 where it has none.
+__device__ __forceinline__ float head_sum(float first, float second, int lane) {
+  float low = first, high = second;
+  if constexpr (HALF_VECS != GROUP) {  // head_dim is no power of two: vector HALF_VECS + l sits in lane l
+    const float a = __shfl_sync(0xffffffffu, second, lane - HALF_VECS, GROUP);
+    const float b = __shfl_sync(0xffffffffu, second, lane + GROUP - HALF_VECS, GROUP);
+    if (lane >= HALF_VECS) low = a;
+    high = lane + GROUP < 2 * HALF_VECS ? b : 0.f;
+  }
+  if constexpr (GROUP < 32) low = __fadd_rn(low, high);
+#pragma unroll
+  for (int level = GROUP / 2; level > 0; level /= 2) {
+    low = add_lane(low, level);
+    if constexpr (GROUP == 32) high = add_lane(high, level);
+  }
+  return GROUP == 32 ? __fadd_rn(low, high) : low;
+}
 
 template <int ROWS, bool kVectors>
 __device__ __forceinline__ void rope_per_head(const LtxRopeParams& p) {
-  constexpr int GROUPS = LTX_HEAD_THREADS / GROUP;
-  const int lane = threadIdx.x % GROUP, b = blockIdx.y;
-  const int blocks_q = (p.side[0].seq * ((p.side[0].heads + UNROLL - 1) / UNROLL) + GROUPS - 1) / GROUPS;
-  const bool is_k = ROWS == 1 && (int)blockIdx.x >= blocks_q;
-  const LtxRopeSide& tables = p.side[is_k];
+  constexpr int GROUPS = LTX_HEAD_THREADS / GROUP, WARP_GROUPS = 32 / GROUP, BLOCK_HEADS = GROUPS * UNROLL;
+  const int lane = threadIdx.x % GROUP, b = blockIdx.y, e = lane * 4;
+  const int blocks_q = (p.side[0].seq * p.side[0].heads + BLOCK_HEADS - 1) / BLOCK_HEADS;
+  const bool later = ROWS == 1 && (int)blockIdx.x >= blocks_q;
+  const LtxRopeSide& tables = p.side[later];
   if (ROWS == 1 && b >= tables.batch) return;
-  const int per_token = (tables.heads + UNROLL - 1) / UNROLL;
-  const int unit = (blockIdx.x - (is_k ? blocks_q : 0)) * GROUPS + threadIdx.x / GROUP;
-  const ltx_i64 s = unit / per_token;
-  const int head0 = unit % per_token * UNROLL;
-  const int heads = s < tables.seq ? min(UNROLL, tables.heads - head0) : 0;  // all lanes stay: they shuffle
 
-  u32 x[ROWS][UNROLL][SLOTS][2], cos_v[UNROLL][SLOTS][TABLE_WORDS], sin_v[UNROLL][SLOTS][TABLE_WORDS];
+  // The heads of this group: (token s, head h) of every step; they are numbered token by token.
+  const int block = blockIdx.x - (later ? blocks_q : 0);
+  const int number = block * BLOCK_HEADS + threadIdx.x / 32 * (WARP_GROUPS * UNROLL) + threadIdx.x % 32 / GROUP;
+  int s[UNROLL], h[UNROLL];
+  bool mine[UNROLL];  // a lane without work stays: the others shuffle with it
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const LtxRopeSide& side = ROWS == 2 ? p.side[r] : tables;
-    const u16* base = x_at(side.x, b * side.x_b + s * side.x_s + head0 * side.x_h);
-#pragma unroll
-    for (int h = 0; h < UNROLL; ++h)
-#pragma unroll
-      for (int k = 0; k < SLOTS; ++k) {
-        const int v = lane + 32 * k;
-        x[r][h][k][0] = x[r][h][k][1] = 0u;
-        if (h >= heads || v >= HEAD_VECS) continue;
-        if constexpr (kVectors) load_streamed(x[r][h][k], base + h * side.x_h + v * 4);
-        else load_elements_16(x[r][h][k], base + h * side.x_h + v * 4 * side.x_e, side.x_e);
-      }
+  for (int u = 0; u < UNROLL; ++u) {
+    s[u] = (u32)(number + u * WARP_GROUPS) / (u32)tables.heads;
+    h[u] = number + u * WARP_GROUPS - s[u] * tables.heads;
+    mine[u] = s[u] < tables.seq && lane < HALF_VECS;
   }
-  const char* cos_p = table_at(tables.cos, b * tables.cos_b + s * tables.cos_s + head0 * tables.cos_h);
-  const char* sin_p = kVectors ? table_at(tables.sin, b * tables.cos_b + s * tables.cos_s + head0 * tables.cos_h)
-                               : table_at(tables.sin, b * tables.sin_b + s * tables.sin_s + head0 * tables.sin_h);
+
+  u32 x0[ROWS][UNROLL][2], x1[ROWS][UNROLL][2], cos_v[UNROLL][TABLE_WORDS], sin_v[UNROLL][TABLE_WORDS];
 #pragma unroll
-  for (int h = 0; h < UNROLL; ++h)
+  for (int r = 0; r < ROWS; ++r) {
+    const LtxRopeSide& side = ROWS == 2 ? p.side[r] : tables;
 #pragma unroll
-    for (int k = 0; k < SLOTS; ++k) {
-      const int v = lane + 32 * k, within = (v < HALF_VECS ? v : v - HALF_VECS) * 4;
-#pragma unroll
-      for (int w = 0; w < TABLE_WORDS; ++w) cos_v[h][k][w] = sin_v[h][k][w] = 0u;
-      if (h >= heads || v >= HEAD_VECS) continue;
+    for (int u = 0; u < UNROLL; ++u) {
+      x0[r][u][0] = x0[r][u][1] = x1[r][u][0] = x1[r][u][1] = 0u;
+      if (!mine[u]) continue;
+      const u16* x = x_at(side.x, b * side.x_b + s[u] * side.x_s + h[u] * side.x_h);
       if constexpr (kVectors) {
-        load_cached(cos_v[h][k], cos_p + (h * tables.cos_h + within) * TABLE_BYTES);
-        load_cached(sin_v[h][k], sin_p + (h * tables.cos_h + within) * TABLE_BYTES);
+        load_streamed(x0[r][u], x + e);
+        load_streamed(x1[r][u], x + e + D / 2);
       } else {
-        load_table_elements(cos_v[h][k], cos_p + (h * tables.cos_h + within * tables.cos_e) * TABLE_BYTES, tables.cos_e);
-        load_table_elements(sin_v[h][k], sin_p + (h * tables.sin_h + within * tables.sin_e) * TABLE_BYTES, tables.sin_e);
+        load_elements_16(x0[r][u], x + e * side.x_e, side.x_e);
+        load_elements_16(x1[r][u], x + (e + D / 2) * side.x_e, side.x_e);
       }
     }
+  }
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    if (!mine[u]) continue;
+    const ltx_i64 at = b * tables.cos_b + s[u] * tables.cos_s + h[u] * tables.cos_h;
+    if constexpr (kVectors) {
+      load_cached(cos_v[u], table_at(tables.cos, at + e));
+      load_cached(sin_v[u], table_at(tables.sin, at + e));
+    } else {
+      const ltx_i64 sin_at = b * tables.sin_b + s[u] * tables.sin_s + h[u] * tables.sin_h;
+      load_table_elements(cos_v[u], table_at(tables.cos, at + e * tables.cos_e), tables.cos_e);
+      load_table_elements(sin_v[u], table_at(tables.sin, sin_at + e * tables.sin_e), tables.sin_e);
+    }
+  }
+  u32 w0[ROWS][2], w1[ROWS][2];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const u16* w = (const u16*)(ROWS == 2 ? p.side[r] : tables).weight;
+    w0[r][0] = w0[r][1] = w1[r][0] = w1[r][1] = ONES;
+    if (w && lane < HALF_VECS) {
+      load_cached(w0[r], w + e);
+      load_cached(w1[r], w + e + D / 2);
+    }
+  }
 
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const LtxRopeSide& side = ROWS == 2 ? p.side[r] : tables;
-    const u16* w = (const u16*)side.weight;
-    u32 weight[SLOTS][2];
 #pragma unroll
-    for (int k = 0; k < SLOTS; ++k) {
-      weight[k][0] = weight[k][1] = ONES;
-      if (w && lane + 32 * k < HEAD_VECS) load_cached(weight[k], w + (lane + 32 * k) * 4);
-    }
-    char* out = out_at(side.out, b * side.out_b + s * side.out_s + head0 * side.out_h);
-#pragma unroll
-    for (int h = 0; h < UNROLL; ++h) {
-      float sum[2] = {0.f, 0.f};
-#pragma unroll
-      for (int k = 0; k < SLOTS; ++k) {
-        sum[k] = square_sum(0.f, x[r][h][k]);
-#pragma unroll
-        for (int level = GROUP / 2; level > 0; level /= 2) sum[k] = add_lane(sum[k], level);
-      }
-      const float rstd = rstd_of_warps(make_float4(sum[0], sum[1], 0.f, 0.f), side.eps);
-      Normed n[SLOTS][2];
-#pragma unroll
-      for (int k = 0; k < SLOTS; ++k)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) n[k][j] = normed(x[r][h][k][j], weight[k][j], rstd);
-#pragma unroll
-      for (int k = 0; k < SLOTS; ++k) {
-        const int v = lane + 32 * k, other = v < HALF_VECS ? v + HALF_VECS : v - HALF_VECS;
-        u32 y[OUT_WORDS];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          Normed partner = {0.f, 0.f, 0u};
-#pragma unroll
-          for (int from = 0; from < SLOTS; ++from) {  // every lane asks both slots of the partner's lane and keeps one
-            Normed got;
-            if constexpr (kRounding == ALL) {
-              got = {__shfl_sync(0xffffffffu, n[from][j].a, other, GROUP), __shfl_sync(0xffffffffu, n[from][j].b, other, GROUP), 0u};
-            } else {
-              got = normed_from_word(__shfl_sync(0xffffffffu, n[from][j].word, other, GROUP));
-            }
-            if (other / 32 == from) partner = got;
-          }
-          put(y, j, rotated(n[k][j], partner, cos_v[h][k], sin_v[h][k], j, v < HALF_VECS ? FIRST_HALF : SECOND_HALF));
-        }
-        if (h < heads && v < HEAD_VECS) store_streamed(out + (h * side.out_h + v * 4) * OUT_BYTES, y);
-      }
+    for (int u = 0; u < UNROLL; ++u) {
+      const float sum = head_sum(square_sum(0.f, x0[r][u]), square_sum(0.f, x1[r][u]), lane);
+      const float rstd = rstd_of_warps(make_float4(sum, 0.f, 0.f, 0.f), side.eps);
+      u32 out0[OUT_WORDS], out1[OUT_WORDS];
+      rotate_pair(x0[r][u], x1[r][u], w0[r], w1[r], cos_v[u], sin_v[u], rstd, out0, out1);
+      if (!mine[u]) continue;
+      const ltx_i64 out = b * side.out_b + s[u] * side.out_s + h[u] * side.out_h + e;
+      store_streamed(out_at(side.out, out), out0);
+      store_streamed(out_at(side.out, out + D / 2), out1);
     }
   }
 }

@@ -1,12 +1,15 @@
 // RMSNorm over the row + split RoPE, the row in registers: the kernel for production shapes.
 //
-// grid    x: tokens (ROWS = 2: one CTA does the q and the k row of a token, cos/sin are read once)
-//            or rows (ROWS = 1: the q rows, then the k rows, each with its own cos/sin);  y: batch
-// block   64 threads = 2 warps; no loop over tokens: 8 CTAs per SM overlap each other's loads, barrier and stores
+// group   64 threads (2 warps) do one row; no loop over rows: the CTAs of an SM overlap each other's loads, barriers
+//         and stores
+// grid    x: GROUPS = 2: tokens; group 0 does the q row and group 1 the k row, and what both read of cos and sin comes
+//            from device memory once and from L1 the second time
+//            GROUPS = 1: rows: the q rows, then the k rows, each with its own cos and sin
+//         y: batch
 // bytes   every byte of x, cos, sin and out moves once; weights come from L1
 //
 // A row is N / 512 chunks of 128 vectors (4 elements, 8 bytes). torch gives vector v of a chunk to its thread v of 128.
-// Here thread i plays two of torch's threads, the two that hold a rotation pair:
+// Here thread i of a group plays two of torch's threads, the two that hold a rotation pair:
 //
 //     i bits  ..k+1 k | k-1 .. 0        k = log2(D / 8); e.g. D = 128: k = 4
 //     vector  = upper bits : half : lower bits          half = 0, 1 in the same thread
@@ -16,27 +19,24 @@
 //     per warp    shfl_down 16, 8, 4, 2, 1  ==  xor 16, 8, 4, 2, 1 (addition commutes). The level whose distance is D / 8
 //                 vectors is the addition inside the thread; the levels above it run on both halves
 //     per block   (w0 + w2) + (w1 + w3) over torch's four warps, through one float4 in shared memory
-// 8-byte loads are enough: 2 * N/512 per row and as many for cos and sin (48 for D = 128, N = 4096) are in flight
-// before the first is used.
+// 8-byte loads are enough: 4 * N/512 of them per thread (32 for N = 4096) are in flight before the first is used.
 #pragma once
 #include "rope_math.cuh"
 
 constexpr int CHUNKS = N / 512;
 constexpr int CHUNK_HEADS = 512 / D;
 
-// Short rows keep the weights in registers; long ones park them in shared memory, fetched by the copy engine of the
-// SM (cp.async): no registers while the row is in flight, and no barrier, since each thread reads only what it fetched.
-template <int ROWS> struct RegisterPlan {
-  static constexpr bool kWeightsInRegisters = ROWS * CHUNKS <= 4;
-  static constexpr int kRow = ROWS * CHUNKS * 4 * (kWeightsInRegisters ? 2 : 1);
-  static constexpr int kWanted = kRow + CHUNKS * 2 * TABLE_WORDS + 32;  // 128 for D = 128, N = 4096, q and k
-  // 4 warp schedulers share the register file evenly: 2 warps per CTA make an odd number of CTAs cost as much as the next.
-  static constexpr int kFit = 65536 / (LTX_REGISTER_THREADS * kWanted) / 2 * 2;
-  static constexpr int kBlocksPerSm = kFit > 12 ? 12 : kFit;
-  static_assert(kFit >= 4, "the row does not fit the registers: LTX_USES_REGISTERS is too generous");
-};
+// Short rows keep the weights in registers; long ones park them in shared memory, fetched by the SM's asynchronous copy:
+// no registers while the row is in flight, and no barrier, since each thread reads only what it fetched itself.
+constexpr bool kWeightsInRegisters = CHUNKS <= 4;
 
-// The sum of squares of torch's warps out of the two halves' accumulators; see the picture above.
+constexpr int blocks_per_sm(int groups) {
+  const int registers = CHUNKS * (4 + 2 * TABLE_WORDS + (kWeightsInRegisters ? 4 : 0)) + 30;
+  const int fit = 65536 / (LTX_REGISTER_THREADS * registers);  // groups; 4 schedulers share the register file evenly,
+  return fit / 2 * 2 / groups > 12 ? 12 : fit / 2 * 2 / groups;  // so that an odd number of 2-warp groups gains nothing
+}
+
+// The sums of squares of torch's warps out of the two halves' accumulators; see the picture above.
 __device__ __forceinline__ void store_warp_sums(float first, float second, float* warps, int i) {
 #pragma unroll
   for (int level = 16; level > HALF_VECS; level /= 2) {
@@ -58,106 +58,85 @@ __device__ __forceinline__ void store_warp_sums(float first, float second, float
   }
 }
 
-// kTablePacked: the heads of a token follow each other in cos and sin, so that a chunk's offset is a constant.
-template <int ROWS, bool kTablePacked>
+template <int GROUPS>
 __device__ __forceinline__ void rope_row_registers(const LtxRopeParams& p) {
-  const int i = threadIdx.x, b = blockIdx.y;
-  const bool is_k = ROWS == 1 && (int)blockIdx.x >= p.side[0].seq;
-  const LtxRopeSide& tables = p.side[is_k];
-  const ltx_i64 s = is_k ? blockIdx.x - p.side[0].seq : blockIdx.x;
-  if (ROWS == 1 && b >= tables.batch) return;
+  constexpr int T = LTX_REGISTER_THREADS;
+  const int i = threadIdx.x % T, group = GROUPS == 2 ? threadIdx.x / T : 0, b = blockIdx.y;
+  const bool later = GROUPS == 1 && (int)blockIdx.x >= p.side[0].seq;
+  const LtxRopeSide& side = p.side[GROUPS == 2 ? group : later];
+  const LtxRopeSide& tables = GROUPS == 2 ? p.side[0] : side;
+  const ltx_i64 s = later ? blockIdx.x - p.side[0].seq : blockIdx.x;
+  if (GROUPS == 1 && b >= side.batch) return;
 
   const int head = i / HALF_VECS, within = i % HALF_VECS * 4;  // in the chunk; in the half head
-  const char* cos_p = table_at(tables.cos, b * tables.cos_b + s * tables.cos_s + head * tables.cos_h + within);
-  const char* sin_p = table_at(tables.sin, b * tables.cos_b + s * tables.cos_s + head * tables.cos_h + within);
-  const ltx_i64 table_chunk = (kTablePacked ? 256 : CHUNK_HEADS * tables.cos_h) * TABLE_BYTES;
-
-  u32 x0[ROWS][CHUNKS][2], x1[ROWS][CHUNKS][2], cos_v[CHUNKS][TABLE_WORDS], sin_v[CHUNKS][TABLE_WORDS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const LtxRopeSide& side = ROWS == 2 ? p.side[r] : tables;
-    const u16* x = x_at(side.x, b * side.x_b + s * side.x_s + head * D + within);
-#pragma unroll
-    for (int n = 0; n < CHUNKS; ++n) {
-      load_streamed(x0[r][n], x + n * 512);
-      load_streamed(x1[r][n], x + n * 512 + D / 2);
-    }
-  }
+  const u16* x = x_at(side.x, b * side.x_b + s * side.x_s + head * D + within);
+  u32 x0[CHUNKS][2], x1[CHUNKS][2], cos_v[CHUNKS][TABLE_WORDS], sin_v[CHUNKS][TABLE_WORDS];
 #pragma unroll
   for (int n = 0; n < CHUNKS; ++n) {
-    load_streamed(cos_v[n], cos_p + n * table_chunk);
-    load_streamed(sin_v[n], sin_p + n * table_chunk);
+    load_streamed(x0[n], x + n * 512);
+    load_streamed(x1[n], x + n * 512 + D / 2);
   }
-
-  constexpr bool kInRegisters = RegisterPlan<ROWS>::kWeightsInRegisters;
-  constexpr int kSlots = kInRegisters ? 1 : ROWS * CHUNKS * 2;
-  __shared__ uint2 parked[kSlots][LTX_REGISTER_THREADS];
-  u32 weights[kInRegisters ? ROWS * CHUNKS * 2 : 1][2];
+  const ltx_i64 table = b * tables.cos_b + s * tables.cos_s + head * tables.cos_h + within;
+  const ltx_i64 table_chunk = CHUNK_HEADS * tables.cos_h;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const u16* w = (const u16*)(ROWS == 2 ? p.side[r] : tables).weight;
-    const u16* mine = w + head * D + within;
-#pragma unroll
-    for (int n = 0; n < CHUNKS * 2; ++n) {
-      const u16* src = mine + n / 2 * 512 + n % 2 * (D / 2);
-      const int slot = r * CHUNKS * 2 + n;
-      if constexpr (kInRegisters) {
-        weights[slot][0] = weights[slot][1] = ONES;
-        if (w) load_cached(weights[slot], src);
-      } else if (w) {
-        u32 dst = (u32)__cvta_generic_to_shared(&parked[slot][i]);
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(dst), "l"(src) : "memory");
-      } else {
-        parked[slot][i] = make_uint2(ONES, ONES);
-      }
+  for (int n = 0; n < CHUNKS; ++n) {
+    if constexpr (GROUPS == 2) {
+      load_twice(cos_v[n], table_at(tables.cos, table + n * table_chunk));
+      load_twice(sin_v[n], table_at(tables.sin, table + n * table_chunk));
+    } else {
+      load_streamed(cos_v[n], table_at(tables.cos, table + n * table_chunk));
+      load_streamed(sin_v[n], table_at(tables.sin, table + n * table_chunk));
     }
   }
-  if constexpr (!kInRegisters) asm volatile("cp.async.commit_group;" ::: "memory");
 
-  __shared__ float4 warps[ROWS];
+  // The weights of chunk n: vectors 2n (first half) and 2n + 1 (second half).
+  __shared__ uint2 parked[GROUPS][kWeightsInRegisters ? 1 : CHUNKS * 2][T];
+  uint2 weights[kWeightsInRegisters ? CHUNKS * 2 : 1];
+  const u16* w = (const u16*)side.weight;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    float first = 0.f, second = 0.f;
-#pragma unroll
-    for (int n = 0; n < CHUNKS; ++n) {
-      first = square_sum(first, x0[r][n]);
-      second = square_sum(second, x1[r][n]);
+  for (int v = 0; v < CHUNKS * 2; ++v) {
+    const u16* source = w + head * D + within + v / 2 * 512 + v % 2 * (D / 2);
+    if constexpr (kWeightsInRegisters) {
+      u32 word[2] = {ONES, ONES};
+      if (w) load_cached(word, source);
+      weights[v] = make_uint2(word[0], word[1]);
+    } else if (w) {
+      const u32 target = (u32)__cvta_generic_to_shared(&parked[group][v][i]);
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
+    } else {
+      parked[group][v][i] = make_uint2(ONES, ONES);
     }
-    store_warp_sums(first, second, (float*)&warps[r], i);
   }
-  __syncthreads();  // one barrier serves q and k
-  float rstd[ROWS];
+  if constexpr (!kWeightsInRegisters) asm volatile("cp.async.commit_group;" ::: "memory");
+
+  __shared__ float4 warps[GROUPS];
+  float first = 0.f, second = 0.f;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) rstd[r] = rstd_of_warps(warps[r], (ROWS == 2 ? p.side[r] : tables).eps);
-  if constexpr (!kInRegisters) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  for (int n = 0; n < CHUNKS; ++n) {
+    first = square_sum(first, x0[n]);
+    second = square_sum(second, x1[n]);
+  }
+  store_warp_sums(first, second, (float*)&warps[group], i);
+  __syncthreads();
+  const float rstd = rstd_of_warps(warps[group], side.eps);
+  if constexpr (!kWeightsInRegisters) asm volatile("cp.async.wait_group 0;" ::: "memory");
 
   // Without this the compiler keeps the unpacked fp32 row alive across the barrier: 900 bytes of spills.
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r)
+  for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll
-    for (int n = 0; n < CHUNKS; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) asm volatile("" : "+r"(x0[r][n][j]), "+r"(x1[r][n][j]));
+    for (int j = 0; j < 2; ++j) asm volatile("" : "+r"(x0[n][j]), "+r"(x1[n][j]));
 
+  const ltx_i64 out = b * side.out_b + s * side.out_s + head * (kOutPacked ? D : side.out_h) + within;
+  const ltx_i64 out_chunk = kOutPacked ? 512 : CHUNK_HEADS * side.out_h;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const LtxRopeSide& side = ROWS == 2 ? p.side[r] : tables;
-    char* out = out_at(side.out, b * side.out_b + s * side.out_s + head * (kOutPacked ? D : side.out_h) + within);
-    const ltx_i64 out_chunk = (kOutPacked ? 512 : CHUNK_HEADS * side.out_h) * OUT_BYTES;
-#pragma unroll
-    for (int n = 0; n < CHUNKS; ++n) {
-      u32 w0[2], w1[2], out0[OUT_WORDS], out1[OUT_WORDS];
-      const int slot = (r * CHUNKS + n) * 2;
-      if constexpr (kInRegisters) {
-        w0[0] = weights[slot][0], w0[1] = weights[slot][1];
-        w1[0] = weights[slot + 1][0], w1[1] = weights[slot + 1][1];
-      } else {
-        uint2 a = parked[slot][i], c = parked[slot + 1][i];
-        w0[0] = a.x, w0[1] = a.y, w1[0] = c.x, w1[1] = c.y;
-      }
-      rotate_pair(x0[r][n], x1[r][n], w0, w1, cos_v[n], sin_v[n], rstd[r], out0, out1);
-      store_streamed(out + n * out_chunk, out0);
-      store_streamed(out + n * out_chunk + D / 2 * OUT_BYTES, out1);
-    }
+  for (int n = 0; n < CHUNKS; ++n) {
+    const uint2 a = kWeightsInRegisters ? weights[kWeightsInRegisters ? n * 2 : 0] : parked[group][kWeightsInRegisters ? 0 : n * 2][i];
+    const uint2 c = kWeightsInRegisters ? weights[kWeightsInRegisters ? n * 2 + 1 : 0] : parked[group][kWeightsInRegisters ? 0 : n * 2 + 1][i];
+    const u32 w0[2] = {a.x, a.y}, w1[2] = {c.x, c.y};
+    u32 out0[OUT_WORDS], out1[OUT_WORDS];
+    rotate_pair(x0[n], x1[n], w0, w1, cos_v[n], sin_v[n], rstd, out0, out1);
+    store_streamed(out_at(side.out, out + n * out_chunk), out0);
+    store_streamed(out_at(side.out, out + n * out_chunk + D / 2), out1);
   }
 }

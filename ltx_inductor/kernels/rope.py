@@ -22,6 +22,7 @@ from ltx_inductor.kernels import build
 # What may be forced on a launch, for tests and benchmarks: let the launcher choose; one CTA per token (q and k
 # together); one CTA per row; the any-stride kernel.
 AUTO, PAIR, ROW, ANY = 0, 1, 2, 3
+DRY = -1  # everything but the launch: what the host costs
 
 LAYOUTS = ("bshd", "bhsd")
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -135,7 +136,8 @@ def unsupported(
 _lock = threading.Lock()
 _images: dict[tuple[str, Spec], bytes] = {}  # (arch number, spec) -> cubin
 _handles: dict[tuple[int, Spec], int] = {}  # (device, spec) -> the launcher's handle
-_calls: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}  # what a launch knows -> handle, kwargs of the output
+_plans: dict[tuple[Any, ...], _Plan] = {}  # shapes, dtypes, device, heads, contract, layout -> how to launch
+_MAX_PLANS = 4096
 
 
 def prepare(
@@ -195,12 +197,6 @@ def _library() -> Any:
     return tvm_ffi.load_module(str(build.launcher()))
 
 
-@functools.lru_cache(maxsize=1)
-def _entry() -> Callable[..., int]:
-    entry: Callable[..., int] = _library().get_function("rope_launch")
-    return entry
-
-
 def _open(device: int, number: str, spec: Spec) -> int:
     """The launcher's handle of a configuration, with its kernels resident on the device."""
     with _lock:
@@ -228,20 +224,47 @@ def _open(device: int, number: str, spec: Spec) -> int:
         return handle
 
 
-def _resolve(key: tuple[Any, ...]) -> tuple[int, dict[str, Any]]:
-    """The slow part of a first launch: from what a launch knows to a handle. Builds nothing."""
-    device, dtype, table_dtype, width, half, ndim, contract, layout, shared = key
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, strides and dtype of an output
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that a launch of known shapes needs: then it is one dictionary look-up, the outputs and one call."""
+
+    launch: Callable[..., int]
+    handle: int
+    device: int
+    q_out: _Layout
+    k_out: _Layout
+    stream: Callable[[int], int]
+    current_device: Callable[[], int]
+    empty_here: Callable[..., Tensor]  # on the current device
+    empty_there: Callable[..., Tensor]  # on `device`
+
+
+def _empty_on(device: torch.device, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device=device)
+
+
+def _plan(
+    key: tuple[Any, ...], x: Tensor, k: Tensor, cos: Tensor, heads: tuple[int, int], kind: tuple[str, str, bool]
+) -> _Plan:
+    """The slow part of the first launch of some shapes. Builds no kernel."""
+    contract, layout, shared = kind
+    device = x.get_device()
     if device < 0:
         raise ValueError("the rope kernel runs on CUDA tensors; on CPU the op runs its reference")
     if contract not in _CONTRACTS or layout not in LAYOUTS:
         known = f"{list(_CONTRACTS)} and {list(LAYOUTS)}"
         raise ValueError(f"contract {contract!r}, layout {layout!r}: expected one of {known}")
+    if x.dim() not in (3, 4) or cos.dim() != 4:
+        raise ValueError(f"x is {list(x.shape)}, cos {list(cos.shape)}: expected 3 or 4 axes, and 4")
     arch = torch.cuda.get_device_capability(device)
-    per_head = ndim == 4
+    per_head, head_dim, width = x.dim() == 4, 2 * cos.size(-1), x.size(-1)
     reason = unsupported(
-        dtype=dtype,
-        table_dtype=table_dtype,
-        head_dim=2 * half,
+        dtype=x.dtype,
+        table_dtype=cos.dtype,
+        head_dim=head_dim,
         hidden=width,
         contract=contract,
         per_head=per_head,
@@ -249,28 +272,44 @@ def _resolve(key: tuple[Any, ...]) -> tuple[int, dict[str, Any]]:
     )
     if reason is not None:
         raise ValueError(reason)
-    spec = Spec(contract, dtype, table_dtype, 2 * half, width, per_head, layout, shared)
+    spec = Spec(contract, x.dtype, cos.dtype, head_dim, width, per_head, layout, shared)
     number = build.arch_number(arch)
     if (number, spec) not in _images:
         try:
             _images[number, spec] = build.cubin(spec.name, number, spec.flags, build=False)
         except build.MissingToolError as error:
-            raise KernelNotReadyError(f"{error}; kernels are built when a graph is compiled, by rope.prepare") from None
-    handle = _open(device, number, spec)
-    _entry()
-    kwargs: dict[str, Any] = {}
-    if layout == "bshd":
-        kwargs["memory_format"] = torch.contiguous_format
-    if _CONTRACTS[contract][2]:
-        kwargs["dtype"] = torch.float32
-    _calls[key] = handle, kwargs
-    return handle, kwargs
+            text = f"{error}; kernels are built when a graph is compiled, by rope.prepare"
+            raise KernelNotReadyError(text) from None
 
+    dtype = torch.float32 if _CONTRACTS[contract][2] else x.dtype
 
-def _output(x: Tensor, heads: int, layout: str, kwargs: dict[str, Any]) -> Tensor:
-    if layout == "bshd":
-        return torch.empty_like(x, **kwargs)
-    return x.new_empty((x.size(0), heads, x.size(1), x.size(-1) if x.dim() == 4 else x.size(-1) // heads), **kwargs)
+    def output(t: Tensor, h: int) -> _Layout:
+        b, s = t.shape[:2]
+        if layout == "bhsd":
+            return (b, h, s, head_dim), (h * s * head_dim, s * head_dim, head_dim, 1), dtype
+        if per_head:
+            return (b, s, h, head_dim), (s * h * head_dim, h * head_dim, head_dim, 1), dtype
+        return (b, s, h * head_dim), (s * h * head_dim, h * head_dim, 1), dtype
+
+    from torch._C._dynamo import guards
+
+    there = functools.partial(_empty_on, torch.device("cuda", device))
+
+    plan = _Plan(
+        launch=_library().get_function("rope_launch"),
+        handle=_open(device, number, spec),
+        device=device,
+        q_out=output(x, heads[0]),
+        k_out=output(k, heads[1]),
+        stream=torch._C._cuda_getCurrentRawStream,
+        current_device=torch._C._cuda_getDevice,
+        empty_here=getattr(guards, "_empty_strided_cuda", there),  # Inductor's: half the cost of torch.empty_like
+        empty_there=there,
+    )
+    if len(_plans) >= _MAX_PLANS:  # sequence lengths of a long-lived server: start again rather than grow for ever
+        _plans.clear()
+    _plans[key] = plan
+    return plan
 
 
 def launch_single(
@@ -287,16 +326,17 @@ def launch_single(
     """The op `rmsnorm_split_rope` on CUDA tensors: its result, or None where the caller must run the reference.
 
     None means that eager would sum the squares in another order: x or weight is contiguous, but its address is no
-    multiple of 4 elements (not in the fp32-all contracts). Shapes and strides as in the op; runs on the current stream
-    of x's device, whichever device is current. Raises KernelNotReadyError, or ValueError for arguments that do not fit.
+    multiple of 4 elements (not in the fp32-all contracts). Shapes and strides as in the op; runs on the current
+    stream of x's device, whichever device is current. Raises KernelNotReadyError, or ValueError for arguments that do
+    not fit.
     """
-    key = (x.get_device(), x.dtype, cos.dtype, x.size(-1), cos.size(-1), x.dim(), contract, layout, False)
-    handle, kwargs = _calls.get(key) or _resolve(key)
-    out = _output(x, num_heads, layout, kwargs)
-    stream = torch._C._cuda_getCurrentRawStream(key[0])
-    status = _entry()(
-        handle,
-        stream,
+    key = (x.shape, x.dtype, cos.dtype, x.get_device(), num_heads, contract, layout)
+    plan = _plans.get(key) or _plan(key, x, x, cos, (num_heads, num_heads), (contract, layout, False))
+    empty = plan.empty_here if plan.current_device() == plan.device else plan.empty_there
+    out = empty(*plan.q_out)
+    status = plan.launch(
+        plan.handle,
+        plan.stream(plan.device),
         path,
         x,
         None,
@@ -341,23 +381,35 @@ def launch_pair(
 
     Sides whose rows differ in length (norm over the row) are launched one after the other.
     """
-    width = q.size(-1)
-    if k.size(-1) != width:
-        first = launch_single(q, q_weight, q_cos, q_sin, q_eps, q_heads, contract, layout, path)
-        if first is None:
-            return None
-        tables = (q_cos, q_sin) if k_cos is None or k_sin is None else (k_cos, k_sin)
-        second = launch_single(k, k_weight, *tables, k_eps, k_heads, contract, layout, path)
-        return None if second is None else (first, second)
-    shared = k_cos is None and q_heads == k_heads
-    key = (q.get_device(), q.dtype, q_cos.dtype, width, q_cos.size(-1), q.dim(), contract, layout, shared)
-    handle, kwargs = _calls.get(key) or _resolve(key)
-    q_out = _output(q, q_heads, layout, kwargs)
-    k_out = _output(k, k_heads, layout, kwargs)
-    stream = torch._C._cuda_getCurrentRawStream(key[0])
-    status = _entry()(
-        handle,
-        stream,
+    key = (
+        q.shape,
+        k.shape,
+        q.dtype,
+        q_cos.dtype,
+        q.get_device(),
+        q_heads,
+        k_heads,
+        contract,
+        layout,
+        k_cos is None,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if k.size(-1) != q.size(-1):
+            first = launch_single(q, q_weight, q_cos, q_sin, q_eps, q_heads, contract, layout, path)
+            if first is None:
+                return None
+            cos, sin = (q_cos, q_sin) if k_cos is None or k_sin is None else (k_cos, k_sin)
+            second = launch_single(k, k_weight, cos, sin, k_eps, k_heads, contract, layout, path)
+            return None if second is None else (first, second)
+        shared = k_cos is None and q_heads == k_heads
+        plan = _plan(key, q, k, q_cos, (q_heads, k_heads), (contract, layout, shared))
+    empty = plan.empty_here if plan.current_device() == plan.device else plan.empty_there
+    q_out = empty(*plan.q_out)
+    k_out = empty(*plan.k_out)
+    status = plan.launch(
+        plan.handle,
+        plan.stream(plan.device),
         path,
         q,
         k,
