@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A model, what it is called with, and what the rewrite must make of it.
 

@@ -143,7 +143,7 @@ CASES = [
         _diffusers_attention,
         (_cross, _perturbed, lambda: _diffusers_attention(perturbed=True)),
     ),
-    case("block", _diffusers_block, _block, lambda: block_inputs(FP32), 8, "fp32-rope", BLOCK, (), 2),
-    case("transformer", _transformer, _whole, _whole_inputs, 16, "fp32-rope", {}, (), 4, "2 layers"),
-    case("transformer-coords", _transformer, _whole_coords, _coords, 16, "fp32-rope", {0: 1, 1: 1, 5: 2, 6: 2}, (), 4),
+    case("block", _diffusers_block, _block, lambda: block_inputs(FP32), 8, "fp32-rope", BLOCK, (), 4),
+    case("transformer", _transformer, _whole, _whole_inputs, 16, "fp32-rope", {}, (), 8, "2 layers"),
+    case("transformer-coords", _transformer, _whole_coords, _coords, 16, "fp32-rope", {0: 1, 1: 1, 5: 2, 6: 2}, (), 8),
 ]

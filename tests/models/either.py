@@ -8,7 +8,7 @@ import torch
 
 from . import pieces as p
 from .case import Case
-from .functional import FromFunction, inputs_16
+from .functional import FromFunction, halves, inputs_16
 from .sides import BF16, B, D, H, Pair, S, bf16, rope, table
 from .spellings import spell
 
@@ -50,6 +50,14 @@ class OneX(Pair):
         return rope(x, self.wq, cos, sin, H), rope(x, self.wk, cos, sin, H)
 
 
+def minus_all(a, b, cos, sin):
+    return torch.addcmul(-a * cos, sin, b)
+
+
+def minus_all_second(a, b, cos, sin):
+    return torch.addcmul(-b * cos, -sin, a)
+
+
 def _either(case: Case) -> Case:
     return dataclasses.replace(case, sites=None)
 
@@ -69,6 +77,10 @@ CASES = [
     _either(spell("cat-of-heads-fp32", "fp32-rope", p.in_fp32(p.chunk_cat), leave=cat_of_heads, table=torch.float32)),
     _either(spell("head-dim-2", "bf16-chain", p.inplace_addcmul, head_dim=2)),
     _either(spell("fp32-throughout", None, p.inplace_addcmul, dtype=torch.float32, table=torch.float32)),
+    _either(spell("minus-all", "bf16-chain", halves(minus_all, minus_all_second))),
+    _either(
+        spell("result-fp16", "fp32-result", lambda x, c, s: p.chunk_cat(x.float(), c, s).half(), table=torch.float32)
+    ),
     _function("table-inner-stride-2", legal, inner_stride_2),
     _function("x-inner-stride-2", legal, x_with_gaps),
     dataclasses.replace(_function("cos-16-sin-fp32", legal, mixed_tables), contract=None),

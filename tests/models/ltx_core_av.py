@@ -103,5 +103,5 @@ CASES = [
         range(4),
         1,
     ),
-    case("block", _core_block, _core_block_call, lambda: block_inputs(BF16), 8, "bf16-chain", BLOCK, (), 2),
+    case("block", _core_block, _core_block_call, lambda: block_inputs(BF16), 8, "bf16-chain", BLOCK, (), 4),
 ]

@@ -90,7 +90,7 @@ CASES = [
     ),
     refuse("norm-over-the-sequence", AXIS, with_norm(over_the_sequence), seq=None),
     refuse("norm-over-sequence-and-row", AXIS + "|half|heads", with_norm(over_sequence_and_row), seq=None),
-    refuse("norm-of-another-row", r"(?i)another|token|flip|hand|written out", with_norm(of_another_row)),
+    refuse("norm-of-another-row", r"(?i)another|token|flip|hand|written out|pieces", with_norm(of_another_row)),
     refuse("scale-between", SCALE, with_norm(lambda x, w: p.rms(x, w) * 0.125)),
     refuse(
         "scale-between-fp32",
@@ -98,9 +98,13 @@ CASES = [
         with_rotation(lambda x, c, s: p.chunk_cat(x.float() * 0.5, c, s).to(BF16)),
         inputs_fp32,
     ),
-    refuse("division-between", SCALE + "|div", with_norm(lambda x, w: p.rms(x, w) / 0.9)),
-    refuse("shift-between", SUM, with_norm(lambda x, w: p.rms(x, w) + w)),
-    refuse("modulation-between", SUM + "|scale|multiplied", with_norm(lambda x, w: p.rms(x, None) * (1 + w) + w)),
+    refuse("division-between", SCALE + "|div|not of a value", with_norm(lambda x, w: p.rms(x, w) / 0.9)),
+    refuse("shift-between", SUM + "|not of a value", with_norm(lambda x, w: p.rms(x, w) + w)),
+    refuse(
+        "modulation-between",
+        SUM + "|scale|multiplied|not of a value",
+        with_norm(lambda x, w: p.rms(x, None) * (1 + w) + w),
+    ),
     refuse(
         "weight-dtype",
         r"(?i)weight.*(float32|fp32|f32|dtype)|dtype.*weight",

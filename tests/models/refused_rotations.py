@@ -77,17 +77,12 @@ SIGN, HALF, TABLE = (
     r"(?i)half|halves|partner",
     r"(?i)\bcos\b|\bsin\b|table",
 )
-ELSEWHERE = r"(?i)partner|same position|flip|rev|half|not .*know|cases"
+ELSEWHERE = r"(?i)partner|same position|flip|rev|half|not .*know|cases|pieces"
 _WRONG = {
     "both-plus": (SIGN, lambda a, b, c, s: torch.addcmul(a * c, s, b), second),
     "both-minus": (SIGN, first, lambda a, b, c, s: torch.addcmul(b * c, -s, a)),
     "minus-cos": (SIGN, lambda a, b, c, s: torch.addcmul(-a * c, -s, b), second),
-    "minus-all": (
-        SIGN,
-        lambda a, b, c, s: torch.addcmul(-a * c, s, b),
-        lambda a, b, c, s: torch.addcmul(-b * c, -s, a),
-    ),
-    "negated-sum": (SIGN + "|sum|product", lambda a, b, c, s: -torch.addcmul(-a * c, s, b), second),
+    "negated-sum": (SIGN + "|sum|product|round", lambda a, b, c, s: -torch.addcmul(-a * c, s, b), second),
     "same-half-twice": (HALF, lambda a, b, c, s: torch.addcmul(a * c, -s, a), second),
     "cos-twice": (TABLE, lambda a, b, c, s: first(a, b, c, s), lambda a, b, c, s: torch.addcmul(b * c, c, a)),
     "tables-exchanged": (TABLE, first, lambda a, b, c, s: torch.addcmul(b * s, c, a)),
@@ -107,7 +102,7 @@ _WRONG = {
     "scaled-table": (TABLE, lambda a, b, c, s: torch.addcmul(a * (c * 2), -s, b), second),
     "table-per-half": (TABLE, first, lambda a, b, c, s: torch.addcmul(b * (c + 1), s, a)),
     "constant-for-cos": (
-        TABLE,
+        TABLE + "|multiplies",
         lambda a, b, c, s: torch.addcmul(a * 0.5, -s, b),
         lambda a, b, c, s: torch.addcmul(b * 0.5, s, a),
     ),
@@ -167,12 +162,6 @@ ROUNDINGS = [
     refuse("sum-of-rounded", ROUND, with_rotation(sum_of_rounded)),
     refuse("through-fp16", ROUND + "|float16|fp16|f16|stored", with_rotation(through_fp16)),
     refuse("norm-through-fp16", ROUND + "|float16|fp16|f16", with_norm(norm_through_fp16)),
-    refuse(
-        "result-fp16",
-        ROUND + "|float16|fp16|f16|stored",
-        with_rotation(lambda x, c, s: p.chunk_cat(x.float(), c, s).half()),
-        inputs_fp32,
-    ),
     refuse("fp64", FP64, with_norm(p.rms), lambda: tuple(t.double() for t in inputs_16()), dtype=torch.float64),
     refuse(
         "fp64-rope",

@@ -107,9 +107,9 @@ CASES += [
     ),
     spell(
         "rounds-16-bit-tables-in-fp32-sub",
-        "fp32-rope",
+        "fp32-rope-muladd",
         p.tables_in_fp32(p.chunk_cat_sub),
-        notes="exact products: as one fma",
+        notes="exact products: the same bits as one fma",
     ),
     spell("rounds-fp32-all-16-bit-tables", "fp32-all", p.narrow_to(BF16)(p.inplace_addcmul), norm=p.rms_fp32),
 ]
