@@ -59,7 +59,7 @@ class Config:
 def _checked(name: str, value: Any) -> Any:
     key = PREFIX + name
     if name == "rules":
-        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise TypeError(f"option {key}={value!r}: expected a list of rule names out of {list(RULES)}")
         return tuple(value)
     if name == "dump":
