@@ -14,12 +14,16 @@ device. On CUDA the kernel runs; the reference only where the kernel says that e
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ltx_inductor.contract import Contract, lookup
+from ltx_inductor.kernels import rope as kernel
 
 LAYOUTS = ("bshd", "bhsd")
 _LIBRARY = torch.library.Library("ltx_inductor", "DEF")
@@ -180,7 +184,43 @@ def _pair(side: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 reference_pair = _pair(reference)
 
+
+def _on_cuda(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    contract: str,
+    layout: str = "bshd",
+) -> Tensor:
+    try:
+        out = kernel.launch_single(x, weight, cos, sin, eps, num_heads, contract, layout)
+    except kernel.KernelNotReadyError as missing:
+        _without_kernel(str(missing))
+        out = None
+    return reference(x, weight, cos, sin, eps, num_heads, contract, layout) if out is None else out
+
+
+def _pair_on_cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    try:
+        out = kernel.launch_pair(*args, **kwargs)
+    except kernel.KernelNotReadyError as missing:
+        _without_kernel(str(missing))
+        out = None
+    return reference_pair(*args, **kwargs) if out is None else out
+
+
+@functools.cache
+def _without_kernel(missing: str) -> None:
+    """Once per message: a graph out of Inductor's cache may come without the kernel it was compiled for."""
+    warnings.warn(f"ltx_inductor: running the eager chain, several times slower: {missing}", stacklevel=3)
+
+
 _LIBRARY.impl("rmsnorm_split_rope", reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("qk_rmsnorm_split_rope", reference_pair, "CompositeExplicitAutograd")
+_LIBRARY.impl("rmsnorm_split_rope", _on_cuda, "CUDA")
+_LIBRARY.impl("qk_rmsnorm_split_rope", _pair_on_cuda, "CUDA")
 torch.library.register_fake("ltx_inductor::rmsnorm_split_rope", _fake, lib=_LIBRARY)
 torch.library.register_fake("ltx_inductor::qk_rmsnorm_split_rope", _pair(_fake), lib=_LIBRARY)

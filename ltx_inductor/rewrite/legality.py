@@ -22,6 +22,12 @@ def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SideP
             expected="an inference graph",
             hint="call the model under torch.no_grad() or torch.inference_mode()",
         )
+    if view.subclass_inputs:
+        raise Refuse(
+            "the model was called with tensor subclasses (such as DTensor), whose parts this graph computes on",
+            expected="plain tensors",
+            hint="compile the part of the model that works on plain local tensors",
+        )
     _check_norm(planned)
     inside = _replaced_nodes(planned, region)
     _check_readers(view, planned, inside)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.fx import Graph, Node
 
-import ltx_inductor.ops as ops  # registers the ops that the pass writes
+import ltx_inductor.ops  # noqa: F401  (registers the ops that the pass writes)
 from ltx_inductor.config import Config
 from ltx_inductor.rewrite.axes import SidePlan
 from ltx_inductor.rewrite.digits import Refuse
@@ -29,12 +29,14 @@ from ltx_inductor.rewrite.view import GraphView
 
 RULE = "rmsnorm_split_rope"
 log = logging.getLogger("ltx_inductor")
-assert ops
 
 
 @dataclass(frozen=True)
 class KernelNeed:
-    """What one side asks of a kernel: dtypes of x and of cos/sin, sizes in elements, contract, device."""
+    """What one launch asks of a kernel: dtypes of x and of cos/sin, sizes in elements, contract, layout, device.
+
+    shared: both sides of a pair use the same cos and sin and have the same number of heads.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -43,13 +45,19 @@ class KernelNeed:
     hidden: int
     per_head: bool
     contract: str
+    layout: str
+    shared: bool
 
 
 class Kernels(Protocol):
-    """Knows which kernels exist, and builds or loads them when a graph is compiled."""
+    """Knows which kernels exist, and may build or load them: it is asked when a graph is compiled."""
 
     def refusal(self, need: KernelNeed) -> str | None:
-        """None if the kernel is ready, or a sentence that says why there is none and what to do."""
+        """None if the launch can run, or a sentence that says what is missing and what to do."""
+        ...
+
+    def note(self, need: KernelNeed) -> str | None:
+        """Something worth telling about a launch that is written all the same, or None."""
         ...
 
 
@@ -90,22 +98,21 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
 
     for miss in found.misses:
         refuse(miss.node, miss.why)
+    for node, why in uncovered_rotations(view, found.covered):
+        refuse(node, why)
     kept: list[SidePlan] = []
     for side in found.sides:
-        why = _unavailable(view, side, config, kernels)
-        if why is None:
-            kept.append(side)
+        if side.side.x.node.meta["val"].device.type == "cpu" and not config.cpu:
+            refuse(side.side.result, _on_the_cpu())
         else:
-            refuse(side.side.result, why)
-    covered = found.covered
-    for node, swept in uncovered_rotations(view, covered):
-        refuse(node, swept)
+            kept.append(side)
     replacer = Replacer(view)
     sites: list[tuple[float, Site]] = []
     pairs = 0
     for launch in pair_sides(view, kept):
         described = [(s, _shapes(s), source_line(s.side.statistic.rstd)) for s in launch.sides]
         try:
+            report.notes += _ask(kernels, launch)
             op = replacer.replace(launch)
         except Refuse as e:
             for s, _, _ in described:
@@ -122,34 +129,53 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
     graph.lint()
     report.sites += [s for _, s in sorted(sites, key=lambda t: t[0])]
     report.refusals += [r for _, r in sorted(refusals, key=lambda t: t[0])]
+    report.notes = list(dict.fromkeys(report.notes))
 
 
-def _unavailable(view: GraphView, planned: SidePlan, config: Config, kernels: Kernels | None) -> Refuse | None:
-    x = planned.side.x.node.meta["val"]
-    if x.device.type == "cpu":
-        if config.cpu:
-            return None
-        return Refuse(
-            "the graph is on the CPU, where Inductor's C++ is faster than this op's reference",
-            expected="a CUDA device",
-            hint="option ltx_inductor.cpu=True (or LTX_INDUCTOR_CPU=1) rewrites it all the same",
-        )
-    sentence = kernels.refusal(_need(view, planned)) if kernels else None
-    return Refuse(sentence) if sentence else None
-
-
-def _need(view: GraphView, planned: SidePlan) -> KernelNeed:
-    x, cos = planned.side.x.node.meta["val"], planned.cos.node.meta["val"]
-    head_dim = 2 * (planned.side.pair_size.known or 0)
-    return KernelNeed(
-        device=x.device,
-        dtype=x.dtype,
-        table_dtype=cos.dtype,
-        head_dim=head_dim,
-        hidden=head_dim * planned.num_heads,
-        per_head=planned.per_head,
-        contract=planned.side.contract.name,
+def _on_the_cpu() -> Refuse:
+    return Refuse(
+        "the graph is on the CPU, where Inductor's C++ is faster than this op's reference",
+        expected="a CUDA device",
+        hint="option ltx_inductor.cpu=True (or LTX_INDUCTOR_CPU=1) rewrites it all the same",
     )
+
+
+def _ask(kernels: Kernels | None, launch: Launch) -> list[str]:
+    """Raises Refuse where a side has no kernel; returns what is worth a note."""
+    notes: list[str] = []
+    for need in _needs(launch) if kernels else ():
+        assert kernels
+        sentence = kernels.refusal(need)
+        if sentence:
+            raise Refuse(sentence)
+        note = kernels.note(need)
+        if note:
+            notes.append(note)
+    return notes
+
+
+def _needs(launch: Launch) -> list[KernelNeed]:
+    """One per kernel that the op will launch: sides of different row lengths are launched one after the other."""
+    hidden = [2 * (s.side.pair_size.known or 0) * s.num_heads for s in launch.sides]
+    one_launch = len(launch.sides) == 2 and (launch.sides[0].per_head or hidden[0] == hidden[1])
+    shared = one_launch and launch.shares_tables and launch.sides[0].num_heads == launch.sides[1].num_heads
+    needs = []
+    for planned, size in zip(launch.sides, hidden, strict=True):
+        x, cos = planned.side.x.node.meta["val"], planned.cos.node.meta["val"]
+        need = KernelNeed(
+            device=x.device,
+            dtype=x.dtype,
+            table_dtype=cos.dtype,
+            head_dim=size // planned.num_heads,
+            hidden=size,
+            per_head=planned.per_head,
+            contract=planned.side.contract.name,
+            layout=planned.layout,
+            shared=shared,
+        )
+        if need not in needs:
+            needs.append(need)
+    return needs
 
 
 def _shapes(planned: SidePlan) -> dict[str, str]:
@@ -167,6 +193,3 @@ def _size(s: object) -> str:
 
 def _refusal(node: Node, why: Refuse) -> Refusal:
     return Refusal(RULE, why.reason, source_line(node), node.name, why.expected, why.found, why.hint)
-
-
-__all__ = ["KernelNeed", "Kernels", "Launch", "rewrite_graph"]

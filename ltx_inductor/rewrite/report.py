@@ -78,6 +78,7 @@ class GraphReport:
     refusals: list[Refusal] = field(default_factory=list)
     nodes: int = 0
     pass_ms: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,6 +91,7 @@ class GraphReport:
             [Refusal(**r) for r in data["refusals"]],
             int(data["nodes"]),
             float(data["pass_ms"]),
+            list(data["notes"]),
         )
 
 
@@ -166,7 +168,7 @@ def _render(report: RewriteReport) -> Iterable[str]:
         f"ltx_inductor: {n} side{'s' * (n != 1)} rewritten, {m} refused, in {len(report.graphs)} "
         f"graph{'s' * (len(report.graphs) != 1)} ({report.pass_ms:.1f} ms in the pass{origin})"
     )
-    for note in report.notes:
+    for note in dict.fromkeys([*report.notes, *(n for g in report.graphs for n in g.notes)]):
         yield f"  note: {note}"
     if report.sites:
         yield "rewritten:"

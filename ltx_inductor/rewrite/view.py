@@ -45,6 +45,14 @@ class GraphView:
         return found
 
     @cached_property
+    def subclass_inputs(self) -> bool:
+        """Was the graph traced for tensor subclasses (DTensor and the like)? AOTAutograd hides them from the graph."""
+        context = torch._guards.TracingContext.try_get()
+        metadata = getattr(context, "fw_metadata", None)
+        kinds = [*getattr(metadata, "subclass_inp_meta", ()), *getattr(metadata, "subclass_fw_graph_out_meta", ())]
+        return any(type(k).__name__ == "SubclassCreationMeta" for k in kinds)
+
+    @cached_property
     def is_training(self) -> bool:
         """A joint graph of forward and backward."""
         return any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in self.graph.nodes)

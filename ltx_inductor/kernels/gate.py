@@ -1,0 +1,143 @@
+"""The exactness gate: a kernel is used only where it has been seen to give eager's bits.
+
+The first time a configuration is wanted on a (compute capability, torch version, CUDA version), it runs against the
+eager chain on at least a million elements with outliers, zeros of both signs, denormals, infinities and a NaN, and with
+tables that make the two products cancel. The verdict is kept beside the artefacts; a failure keeps its inputs too, and
+the graph stays unfused with a sentence that says where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx_inductor.kernels import rope, store
+from ltx_inductor.kernels.sources import source_digest
+
+ELEMENTS = 1 << 20  # at least this many per tensor
+log = logging.getLogger("ltx_inductor")
+_lock = threading.Lock()
+_verdicts: dict[str, str | None] = {}
+
+
+def refusal(need: Any, device: int, reference: Callable[..., Tensor]) -> str | None:
+    """None if the kernel of `need` has eager's bits on that device; else a sentence. Proves it if nobody has yet.
+
+    Runs outside of any fake-tensor or tracing mode, and never inside CUDA-graph capture: no graph is compiled there.
+    """
+    key = _key(need, device)
+    with _lock:
+        if key not in _verdicts:
+            path = store.cache_root() / "proofs" / f"{key}.proof"
+            kept = _read(path)
+            if kept is None:
+                kept = _prove(need, device, reference, path)
+            _verdicts[key] = kept["refusal"]
+        return _verdicts[key]
+
+
+def _key(need: Any, device: int) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    facts = [
+        source_digest(),
+        torch.__version__,
+        str(torch.version.cuda),
+        f"{properties.major}.{properties.minor}",
+        str((need.dtype, need.table_dtype, need.head_dim, need.hidden, need.per_head)),
+        str((need.contract, need.layout, need.shared)),
+    ]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    payload = store.read(path)
+    return None if payload is None else dict(json.loads(payload))
+
+
+def _prove(need: Any, device: int, reference: Callable[..., Tensor], path: Path) -> dict[str, Any]:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), torch.cuda.device(device):
+        found = _compare(need, device, reference, path)
+    store.publish(path, json.dumps(found, indent=2).encode())
+    return found
+
+
+def _compare(need: Any, device: int, reference: Callable[..., Tensor], path: Path) -> dict[str, Any]:
+    heads = need.hidden // need.head_dim
+    tokens = max(16, -(-ELEMENTS // need.hidden))
+    x, weight, cos, sin = draw(need, heads, tokens, device)
+    args = (weight, cos, sin, 1e-6, heads, need.contract, need.layout)
+    sides = [x]
+    got: tuple[Tensor, ...] | None
+    if need.shared:
+        sides.append(x.flip(1).contiguous())
+        got = rope.launch_pair(
+            sides[0], sides[1], weight, weight, cos, sin, None, None, 1e-6, 1e-6, heads, heads, *args[5:]
+        )
+    else:
+        single = rope.launch_single(x, *args)
+        got = None if single is None else (single,)
+    record: dict[str, Any] = {
+        "elements": x.numel() * len(sides),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device),
+        "contract": need.contract,
+        "refusal": None,
+    }
+    if got is None:
+        record["refusal"] = f"the kernel for contract {need.contract} declined aligned, contiguous inputs"
+        return record
+    wrong = sum(differing(g, reference(s, *args)) for g, s in zip(got, sides, strict=True))
+    if wrong:
+        repro = path.with_suffix(".pt")
+        repro.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"x": [s.cpu() for s in sides], "weight": weight.cpu(), "cos": cos.cpu(), "sin": sin.cpu()}, repro)
+        record["refusal"] = (
+            f"the kernel for contract {need.contract} differs from eager in {wrong} of {record['elements']} elements "
+            f"on {record['device']} with torch {torch.__version__}, so it is not used; inputs: {repro.name} in the proofs "
+            "folder of the kernel cache (python -m ltx_inductor doctor says where)"
+        )
+        log.error(record["refusal"])
+    return record
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    """How many elements differ as integers; any NaN equals any NaN, since eager does not define its payload."""
+    ints = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    same = (a.view(ints) == b.view(ints)) | (a.isnan() & b.isnan())
+    return int((~same).sum())
+
+
+def draw(need: Any, heads: int, tokens: int, device: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [1, S, H*D] or [1, S, H, D], weight, cos and sin [1, H, S, D/2], on the device; the values described above."""
+    gen = torch.Generator().manual_seed(0)
+    half = need.head_dim // 2
+    shape = (1, tokens, heads, need.head_dim)
+    x = torch.randn(shape, generator=gen)
+    x *= torch.tensor([1.0, 1e-3, 1e-6, 300.0]).repeat(-(-tokens // 4))[:tokens].view(1, -1, 1, 1)
+    x.view(-1)[:: max(1, x.numel() // 4096)] *= 1e4
+    x[:, 1::5, :, ::7] = 0.0
+    x[:, 2::5, :, ::9] = -0.0
+    x[:, 3::5, :, ::11] = 1e-40
+    if tokens > 8:
+        x[0, 7, 0, 0], x[0, 8, 0, 1] = float("inf"), float("nan")
+    angle = torch.rand((1, tokens, heads, half), generator=gen) * 6.2831853
+    cos, sin = angle.cos(), angle.sin()
+    cancel = slice(0, None, 3)  # n0*cos - n1*sin: nothing but the rounding of the two products is left
+    ratio = x[..., :half] / x[..., half:]
+    sin[:, cancel] = (cos * ratio)[:, cancel].nan_to_num(0.5, 2.0, -2.0).clamp(-1e3, 1e3)
+    weight = torch.randn(need.head_dim if need.per_head else need.hidden, generator=gen)
+    where = torch.device("cuda", device)
+    x = x if need.per_head else x.flatten(2)
+    tables = [t.to(need.table_dtype).transpose(1, 2).to(where) for t in (cos, sin)]
+    return x.to(need.dtype).to(where), weight.to(need.dtype).to(where), tables[0], tables[1]
