@@ -13,7 +13,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from ltx_inductor.backend import split_options
-from ltx_inductor.joint_pass import LtxPass, StrictError, flatten, rewrite
+from ltx_inductor.joint_pass import LtxPass, StrictError, assumed_kernels, flatten, rewrite
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, RewriteReport
 from ltx_inductor.session import numbered
 
@@ -48,7 +48,7 @@ def explain(
 
     def look(graph: fx.Graph) -> None:
         try:
-            found.append(rewrite(graph, config))
+            found.append(rewrite(graph, config, assumed_kernels()))
         except StrictError as error:
             lost.append(error)
 

@@ -30,13 +30,12 @@ class StrictError(LostFusionError, ShortenTraceback):
         ShortenTraceback.__init__(self, message, first_useful_frame=None)
 
 
-def rewrite(graph: fx.Graph, config: Config) -> GraphReport:
+def rewrite(graph: fx.Graph, config: Config, kernels: Any) -> GraphReport:
     """Rewrites `graph` in place. Raises StrictError under `strict`; any other error is logged and reported."""
     from ltx_inductor.rewrite import passes
 
-    prepare_kernels(graph, config)
     try:
-        return passes.rewrite_graph(graph, config, kernels=None)
+        return passes.rewrite_graph(graph, config, kernels=kernels)
     except LostFusionError as error:
         raise StrictError(str(error)) from error
     except Exception as error:
@@ -47,11 +46,22 @@ def rewrite(graph: fx.Graph, config: Config) -> GraphReport:
         return GraphReport([], [Refusal(", ".join(config.rules), reason, hint=hint)], len(graph.nodes))
 
 
-def prepare_kernels(graph: fx.Graph, config: Config) -> None:
-    """Builds or loads what the rewritten graph will launch, now: CUDA-graph capture must never meet a build.
+def device_kernels() -> Any:
+    """For a compile: the kernels of this process's devices, built and proved while the pass asks for them.
 
-    Kernels come with the issue "RMSNorm + split RoPE on the GPU"; until then every op runs its reference.
+    CUDA-graph capture, which comes after the compile, must never meet a build.
     """
+    from ltx_inductor.kernels.choice import DeviceKernels
+    from ltx_inductor.ops.rope import reference
+
+    return DeviceKernels(reference)
+
+
+def assumed_kernels() -> Any:
+    """For `explain`: builds nothing and answers as if everything that can be built were."""
+    from ltx_inductor.kernels.choice import AssumedKernels
+
+    return AssumedKernels()
 
 
 class LtxPass(CustomGraphPass):
@@ -61,7 +71,7 @@ class LtxPass(CustomGraphPass):
         self.config = config
 
     def __call__(self, graph: fx.Graph) -> None:
-        session.deliver(rewrite(graph, self.config))
+        session.deliver(rewrite(graph, self.config, device_kernels()))
 
     def uuid(self) -> str | None:
         """None, which bypasses the caches, where dumps are asked for: a cache hit would write none."""

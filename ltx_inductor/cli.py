@@ -1,0 +1,151 @@
+"""python -m ltx_inductor doctor|explain|build|demo"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+USAGE_ERROR = 2
+
+
+class UsageError(Exception):
+    """Something the user can put right; printed without a traceback, exit status 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 if something expected was not found or could not be built, 2 for wrong arguments."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(console, arguments)
+        return status
+    except UsageError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {_plain(str(error))}")
+        return USAGE_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m ltx_inductor", description="Fused kernels in unchanged LTX models.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    doctor = commands.add_parser("doctor", help="what is installed, and what anything missing costs")
+    doctor.set_defaults(run=_doctor)
+
+    explain = commands.add_parser("explain", help="what would be rewritten in a model, and why the rest would not")
+    explain.add_argument("target", help="module:callable; called without arguments, it returns (model, inputs)")
+    explain.add_argument("--expect", type=int, metavar="N", help="exit with 1 unless N sides are rewritten")
+    explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.add_argument("--dynamic", action="store_true", help="trace with dynamic sizes")
+    explain.add_argument("--grad", action="store_true", help="with gradients (default: torch.no_grad())")
+    explain.add_argument("--dump", metavar="FOLDER", help="write before/after graphs and diffs there")
+    explain.set_defaults(run=_explain)
+
+    build = commands.add_parser("build", help="build the kernels ahead of time; needs a compiler and no GPU")
+    build.add_argument(
+        "--arch", action="append", metavar="X.Y", help="compute capability, repeatable (default: GPUs here)"
+    )
+    build.set_defaults(run=_build)
+
+    demo = commands.add_parser("demo", help="compile a small LTX-2 transformer of diffusers and look at it")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _doctor(console: Console, _: argparse.Namespace) -> int:
+    from ltx_inductor.doctor import examine
+
+    return examine(console)
+
+
+def _demo(console: Console, _: argparse.Namespace) -> int:
+    from ltx_inductor.demo import MissingPackageError, run
+
+    try:
+        return run(console)
+    except MissingPackageError as error:
+        raise UsageError(str(error)) from None
+
+
+def _explain(console: Console, arguments: argparse.Namespace) -> int:
+    import torch
+
+    import ltx_inductor
+
+    model, args, kwargs = _load(arguments.target)
+    options = {"ltx_inductor.dump": arguments.dump} if arguments.dump else None
+    dynamic = True if arguments.dynamic else None
+    with torch.set_grad_enabled(arguments.grad):
+        report = ltx_inductor.explain(model, *args, options=options, dynamic=dynamic, **kwargs)
+    if arguments.json:
+        print(report.to_json())
+    else:
+        console.print(_plain(str(report)))
+    if arguments.expect is not None and report.count() != arguments.expect:
+        print(f"expected {arguments.expect} sides, found {report.count()}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """The model and its arguments out of "module:callable"."""
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"target {target!r}: expected module:callable, such as my_model:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise UsageError(f"target {target!r}: {error}") from error
+    except AttributeError:
+        raise UsageError(f"target {target!r}: module {module_name} has no {attribute!r}") from None
+    made = factory()
+    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+        raise UsageError(f"target {target!r} returned {type(made).__name__}; expected (model, inputs)")
+    model, inputs = made
+    if isinstance(inputs, Mapping):
+        return model, (), inputs
+    if isinstance(inputs, (list, tuple)):
+        return model, inputs, {}
+    return model, (inputs,), {}
+
+
+def _build(console: Console, arguments: argparse.Namespace) -> int:
+    archs = arguments.arch or _archs_here()
+    if not archs:
+        raise UsageError("no GPU here: say for which to build, such as --arch 9.0 (H100, H200)")
+    try:
+        from ltx_inductor.kernels.build import prebuild
+
+        built = prebuild(archs)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except (ImportError, RuntimeError, OSError) as error:
+        console.print(f"[red]not built:[/red] {_plain(str(error))}")
+        console.print("`python -m ltx_inductor doctor` says what is missing")
+        return 1
+    for arch, folder in built:
+        console.print(f"[green]built[/green] {arch}: {_plain(str(folder))}")
+    return 0
+
+
+def _archs_here() -> list[str]:
+    import torch
+
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return [f"{major}.{minor}" for major, minor in sorted(found)]
+
+
+def _plain(text: str) -> str:
+    """`text` with its square brackets kept: rich takes [1, 2] for markup."""
+    from rich.markup import escape
+
+    return escape(text)
