@@ -1,0 +1,49 @@
+# Each target sets up a virtual environment on a fresh machine (Python >= 3.10 with venv), then runs.
+#
+#   make demo    compile a small LTX-2 transformer and look at what was rewritten
+#   make test    all tests that this machine can run (GPU tests skip themselves without one)
+#   make lint    ruff and mypy
+#   make bench   the benchmarks that this machine can run
+#
+# PYTHON picks the interpreter, TORCH the torch version, VENV the folder: make test TORCH=2.11.0 VENV=.venv-2.11
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
+WORKERS ?= 2
+RUN := $(VENV)/bin/python
+SETUP := pyproject.toml Makefile
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(RUN) -m ltx_inductor demo
+
+test: $(VENV)/.dev
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(VENV)/.dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/.dev
+	for script in benchmarks/*.py; do echo "== $$script"; $(RUN) $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), f'Python >= 3.10 is needed, this is {sys.version}'"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(SETUP) | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet torch==$(TORCH) --editable ".[demo]"
+	touch $@
+
+# ltx-core's dependencies are heavy, and the attention that the tests compile needs none of them.
+$(VENV)/.dev: $(SETUP) | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet torch==$(TORCH) --editable ".[dev]"
+	$(RUN) -m pip install --quiet --no-deps ltx-core==1.0.0
+	touch $@ $(VENV)/.demo
