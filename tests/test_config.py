@@ -47,7 +47,11 @@ def test_options_win_over_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"ltx_inductor.cpus": True}, ValueError, ["'ltx_inductor.cpus'", *(f"ltx_inductor.{k}" for k in ("cpu", "dump"))]),
+        (
+            {"ltx_inductor.cpus": True},
+            ValueError,
+            ["'ltx_inductor.cpus'", *(f"ltx_inductor.{k}" for k in ("cpu", "dump"))],
+        ),
         ({"ltx_inductor.cpu": 1}, TypeError, ["ltx_inductor.cpu=1", "True or False"]),
         ({"ltx_inductor.strict": "yes"}, TypeError, ["ltx_inductor.strict='yes'", "True or False"]),
         ({"ltx_inductor.dump": 3}, TypeError, ["ltx_inductor.dump=3", "folder"]),

@@ -55,7 +55,7 @@ def test_render(text):
     text = re.sub(r"add_\d+", "add", re.sub(r"mul_\d+", "mul", text))
     assert_expected_inline(
         text,
-        '''\
+        """\
 def graph(
     arg0_1: "f32[64]",
     arg1_1: "SymInt S0",
@@ -84,7 +84,7 @@ def graph(
     where: "f32[S0, 8, S1, 4] strides [32*S1, 4, 32, 1]" = aten.where.self(gt, getitem_1, scalar_tensor)
     convert_element_type: "bf16[S0, 8, S1, 4] strides [32*S1, 4, 32, 1]" = prims.convert_element_type.default(where, torch.bfloat16)
     return (convert_element_type,)
-''',
+""",
     )
 
 
@@ -110,7 +110,7 @@ def test_strange_values():
     ast.parse(text)
     assert_expected_inline(
         text,
-        '''\
+        """\
 def graph(
     x,
 ):
@@ -119,7 +119,7 @@ def graph(
     index = slice_tensor.index((slice(None, 2, None), (full_default,)))
     sin = sin(index, out={'a': float('-inf')})
     return [sin, None, 'text']
-''',
+""",
     )
 
 
@@ -131,19 +131,28 @@ def test_no_inputs():
 
 def test_unified():
     assert dump.unified("a\nb\n", "a\nb\n", "g") == ""
-    assert_expected_inline(dump.unified("a\nb\n", "a\nc\n", "g"), '''\
+    assert_expected_inline(
+        dump.unified("a\nb\n", "a\nc\n", "g"),
+        """\
 --- g/before.py
 +++ g/after.py
 @@ -1,2 +1,2 @@
  a
 -b
 +c
-''')
+""",
+    )
 
 
 def test_write(tmp_path):
     folder = dump.write(tmp_path / "new", None, "a\n", "b\n", [("q side/x", "D1"), ("k", "D2")])
-    assert sorted(p.name for p in folder.iterdir()) == ["000-q-side-x.diff", "001-k.diff", "after.py", "before.py", "graph.diff"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "000-q-side-x.diff",
+        "001-k.diff",
+        "after.py",
+        "before.py",
+        "graph.diff",
+    ]
     assert dump.write(tmp_path / "new", None, "a\n", "b\n").name == "graph-001"
     assert dump.write(tmp_path / "new", 7, "a\n", "b\n").name == "graph-007"
     assert (folder / "graph.diff").read_text() == dump.unified("a\n", "b\n", "graph-000")

@@ -25,7 +25,7 @@ print(json.dumps({
     "ms": took * 1000,
     "new": sorted(set(sys.modules) - before),
     "cuda": torch.cuda.is_initialized(),
-    "ops": [str(torch.ops.ltx_inductor.rmsnorm_split_rope.default), str(torch.ops.ltx_inductor.qk_rmsnorm_split_rope.default)],
+    "ops": [str(getattr(torch.ops.ltx_inductor, o).default) for o in ("rmsnorm_split_rope", "qk_rmsnorm_split_rope")],
 }))
 """
 
