@@ -13,7 +13,8 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from ltx_inductor.backend import split_options
-from ltx_inductor.joint_pass import LtxPass, StrictError, assumed_kernels, flatten, rewrite
+from ltx_inductor.joint_pass import LtxPass, StrictError, flatten, rewrite
+from ltx_inductor.kernel_needs import assumed_kernels
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, RewriteReport
 from ltx_inductor.session import numbered
 

@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ltx_inductor import session
 from ltx_inductor.cache_id import cache_id
 from ltx_inductor.config import Config
+from ltx_inductor.kernel_needs import Remembering, device_kernels
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal
 
 log = logging.getLogger("ltx_inductor")
@@ -46,24 +47,6 @@ def rewrite(graph: fx.Graph, config: Config, kernels: Any) -> GraphReport:
         return GraphReport([], [Refusal(", ".join(config.rules), reason, hint=hint)], len(graph.nodes))
 
 
-def device_kernels() -> Any:
-    """For a compile: the kernels of this process's devices, built and proved while the pass asks for them.
-
-    CUDA-graph capture, which comes after the compile, must never meet a build.
-    """
-    from ltx_inductor.kernels.choice import DeviceKernels
-    from ltx_inductor.ops.rope import reference
-
-    return DeviceKernels(reference)
-
-
-def assumed_kernels() -> Any:
-    """For `explain`: builds nothing and answers as if everything that can be built were."""
-    from ltx_inductor.kernels.choice import AssumedKernels
-
-    return AssumedKernels()
-
-
 class LtxPass(CustomGraphPass):
     """Our pass, with the options of one compile. Picklable; its reports go to the session."""
 
@@ -71,7 +54,8 @@ class LtxPass(CustomGraphPass):
         self.config = config
 
     def __call__(self, graph: fx.Graph) -> None:
-        session.deliver(rewrite(graph, self.config, device_kernels()))
+        kernels = Remembering(device_kernels())
+        session.deliver(rewrite(graph, self.config, kernels), kernels.needs)
 
     def uuid(self) -> str | None:
         """None, which bypasses the caches, where dumps are asked for: a cache hit would write none."""

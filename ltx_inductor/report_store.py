@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,21 @@ def folder() -> Path:
     return Path(cache_dir()) / "ltx_inductor" / "reports"
 
 
-def save(key: str, graphs: Sequence[GraphReport], frames: Sequence[str]) -> None:
-    """Publishes the reports of one backend call under `key`; `frames` as `source_frames` gives them."""
-    data = {"format": _FORMAT, "frames": list(frames), "graphs": [g.to_dict() for g in graphs]}
+@dataclass
+class Kept:
+    """What one backend call leaves for later cache hits.
+
+    frames: as `source_frames` gives them. needs: as `kernel_needs.Remembering` collects them.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    frames: list[str] = field(default_factory=list)
+    needs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def save(key: str, kept: Kept) -> None:
+    """Publishes what is to be kept under `key`."""
+    data = {"format": _FORMAT, **asdict(kept)}
     try:
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,14 +65,14 @@ def save(key: str, graphs: Sequence[GraphReport], frames: Sequence[str]) -> None
         log.warning("the report of this compile could not be kept for later cache hits: %s", error)
 
 
-def load(key: str, frames: Sequence[str]) -> list[GraphReport] | None:
-    """The reports kept under `key`, with source lines moved to where `frames` says the code is now; None if absent."""
+def load(key: str, frames: Sequence[str]) -> Kept | None:
+    """What is kept under `key`, with source lines moved to where `frames` says the code is now; None if absent."""
     try:
         data = json.loads(_path(key).read_text())
         if data["format"] != _FORMAT:
             return None
-        graphs = [GraphReport.from_dict(g) for g in data["graphs"]]
-        return [_moved(g, data["frames"], frames) for g in graphs]
+        graphs = [_moved(GraphReport.from_dict(g), data["frames"], frames) for g in data["graphs"]]
+        return Kept(graphs, list(frames), list(data["needs"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

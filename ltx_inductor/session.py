@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ltx_inductor import report_store
+from ltx_inductor import kernel_needs, report_store
 from ltx_inductor.rewrite.report import GraphReport, RewriteReport
 
 _KEPT_COMPILES = 16
@@ -35,34 +35,42 @@ _NO_REPORT = (
 
 @dataclass(eq=False)
 class BackendCall:
-    """The reports of one graph that Dynamo captured (a graph with nested graphs has several)."""
+    """The reports of one graph that Dynamo captured (a graph with nested graphs has several).
+
+    key:     where its report is kept for other processes, or None where the caches are bypassed.
+    kept:    what an earlier compile of the same graph has left there.
+    """
 
     compile_id: str
     key: str | None = None
-    frames: Sequence[str] = ()
-    graphs: list[GraphReport] = field(default_factory=list)
+    kept: report_store.Kept | None = None
+    made: report_store.Kept = field(default_factory=report_store.Kept)
     cached: bool = False
     notes: list[str] = field(default_factory=list)
     settled: bool = False
 
-    def add(self, report: GraphReport) -> None:
+    @property
+    def graphs(self) -> list[GraphReport]:
+        return self.made.graphs
+
+    def add(self, report: GraphReport, needs: Sequence[dict[str, Any]]) -> None:
         """The pass ran on a graph of this call."""
         self.settled = True
-        self.graphs.append(report)
+        self.made.graphs.append(report)
+        self.made.needs += needs
         if self.key is not None:
-            report_store.save(self.key, self.graphs, self.frames)
+            report_store.save(self.key, self.made)
 
     def settle(self) -> None:
-        """After the call: where the pass did not run, the report of the compile that did, from disk."""
+        """After the call: where the pass did not run, the report is the one of the compile that did."""
         if self.settled:
             return
         self.settled = True
-        kept = report_store.load(self.key, self.frames) if self.key is not None else None
-        if kept is None:
+        if self.kept is None:
             self.notes.append(_NO_REPORT)
             return
         self.cached = True
-        self.graphs = [replace(g, pass_ms=0.0) for g in kept]
+        self.made.graphs = [replace(g, pass_ms=0.0) for g in self.kept.graphs]
 
 
 @dataclass(eq=False)
@@ -137,11 +145,11 @@ def backend_call(gm: fx.GraphModule, example_inputs: Sequence[Any], pass_id: str
         _local.call = outer
 
 
-def deliver(report: GraphReport) -> None:
-    """From the pass: adds a report to the backend call it runs in."""
+def deliver(report: GraphReport, needs: Sequence[dict[str, Any]] = ()) -> None:
+    """From the pass: adds a report, and what it asked of the kernels, to the backend call it runs in."""
     call = getattr(_local, "call", None) or _observed(None)
     with _lock:
-        call.add(report)
+        call.add(report, needs)
 
 
 def observe(pass_id: str | None) -> None:
@@ -171,7 +179,11 @@ def _open(gm: fx.GraphModule | None, example_inputs: Sequence[Any], pass_id: str
     call = BackendCall("" if compile_id is None else str(compile_id))
     if gm is not None and pass_id is not None and _caches_enabled():
         call.key = report_store.fingerprint(gm, example_inputs, pass_id)
-        call.frames = report_store.source_frames(gm)
+        call.made.frames = report_store.source_frames(gm)
+        call.kept = report_store.load(call.key, call.made.frames)
+    if call.kept is not None:
+        # The caches may answer now, and then nobody else makes the kernels ready.
+        call.notes += kernel_needs.ask_again(call.kept.needs, example_inputs)
     key = _compiled_callable() or call
     with _lock:
         compile_ = _compiles.pop(key, None) or _Compile()

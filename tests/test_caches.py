@@ -15,9 +15,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import ltx_inductor
-from ltx_inductor import cache_id, kernels, report_store
+from ltx_inductor import cache_id, kernel_needs, kernels, report_store
 from ltx_inductor.config import Config
 from ltx_inductor.joint_pass import LtxPass, PassChain
+from ltx_inductor.rewrite.passes import KernelNeed
 from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
 from tests import stand_in
 
@@ -225,25 +226,27 @@ def test_the_fingerprint_tells_graphs_apart():
     assert not any("0x" in line for text in texts for line in text.splitlines())
 
 
-def example() -> GraphReport:
+def example() -> report_store.Kept:
     site = Site("rule", "op", "q", 0, "model.py:3", {"x": "[1, s0]"}, "bf16-chain", "add_1")
-    return GraphReport([site], [Refusal("rule", "because", "model.py:9")], 7, 1.5)
+    graph = GraphReport([site], [Refusal("rule", "because", "model.py:9")], 7, 1.5, ["a note"])
+    return report_store.Kept([graph], ["model.py:3", "model.py:9"], [{"head_dim": 64}])
 
 
 def test_store(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kept = example()
     assert report_store.load("abcd", []) is None
-    report_store.save("abcd", [example()], ["model.py:3", "model.py:9"])
-    assert report_store.load("abcd", ["model.py:3", "model.py:9"]) == [example()]
-    moved = report_store.load("abcd", ["model.py:5", "model.py:11"])
-    assert (moved[0].sites[0].source, moved[0].refusals[0].source) == ("model.py:5", "model.py:11")
+    report_store.save("abcd", kept)
+    assert report_store.load("abcd", kept.frames) == kept
+    moved = report_store.load("abcd", ["model.py:5", "model.py:11"]).graphs[0]
+    assert (moved.sites[0].source, moved.refusals[0].source) == ("model.py:5", "model.py:11")
     assert [p.name for p in report_store.folder().rglob("*") if p.is_file()] == ["abcd.json"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}', '{"format": 1, "frames": [], "graphs": [{}]}'])
 def test_a_broken_report_counts_as_absent(tmp_path, monkeypatch, content):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    report_store.save("abcd", [example()], [])
+    report_store.save("abcd", example())
     report_store._path("abcd").write_text(content)
     assert report_store.load("abcd", []) is None
 
@@ -251,8 +254,68 @@ def test_a_broken_report_counts_as_absent(tmp_path, monkeypatch, content):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
-    report_store.save("abcd", [example()], [])
+    report_store.save("abcd", example())
     assert report_store.load("abcd", []) is None
+
+
+class FakeKernels:
+    """Says no to one head dim, and writes down what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def refusal(self, need):
+        self.asked.append(need)
+        return "no compiler" if need.head_dim == 48 else None
+
+    def note(self, need):
+        return None
+
+
+def need(head_dim=64, device="cuda:1"):
+    values = {"per_head": False, "contract": "bf16-chain", "layout": "bshd", "shared": True, "hidden": 4 * head_dim}
+    dtypes = {"dtype": torch.bfloat16, "table_dtype": torch.float32}
+    return KernelNeed(device=torch.device(device), head_dim=head_dim, **dtypes, **values)
+
+
+def test_kernels_of_a_cached_graph_are_made_ready(monkeypatch):
+    kernels = FakeKernels()
+    remembering = kernel_needs.Remembering(kernels)
+    for n in (need(), need(), need(48), need(device="cpu")):
+        remembering.refusal(n)
+    kept = json.loads(json.dumps(remembering.needs))
+    assert len(kept) == 1
+    monkeypatch.setattr(kernel_needs, "device_kernels", lambda: kernels)
+    kernels.asked.clear()
+    assert kernel_needs.ask_again(kept, [3, torch.ones(1, device="meta")]) == []
+    assert kernels.asked == [need(device="meta")]
+    assert kernel_needs.ask_again([{**kept[0], "head_dim": 48}], []) == [
+        "a cached graph runs without its kernel: no compiler"
+    ]
+    assert kernel_needs.ask_again([], []) == []
+
+
+def test_a_compile_asks_for_the_kernels_of_an_earlier_one(monkeypatch):
+    """Whether or not the caches answer then; the pass itself is not on the road any more when they do."""
+    kernels = FakeKernels()
+    monkeypatch.setattr(kernel_needs, "device_kernels", lambda: kernels)
+    monkeypatch.setattr("ltx_inductor.joint_pass.device_kernels", lambda: kernels)
+
+    def asking(graph, config, kernels=None):
+        kernels.refusal(need(80))
+        return stand_in.rewrite_graph(graph, config)
+
+    old = stand_in.put_in(asking)
+    for hits in (0, 1):
+        torch._dynamo.reset()
+        counters.clear()
+        kernels.asked.clear()
+        with torch.no_grad():
+            torch.compile(lambda x: x.relu() * 5, backend="ltx", options={"ltx_inductor.cpu": True})(torch.ones(7))
+        assert counters["aot_autograd"]["autograd_cache_hit"] == hits
+        assert [n.head_dim for n in kernels.asked] == [80]
+    stand_in.put_in(old)
+    assert ltx_inductor.last_report().cached
 
 
 def test_the_pass_can_be_pickled():

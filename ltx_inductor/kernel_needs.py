@@ -1,0 +1,75 @@
+"""What a graph asked of the kernels, remembered so that a cached graph finds them ready too.
+
+The pass asks for kernels while a graph is compiled, and asking builds them. When Inductor's caches answer, no pass
+runs, and a kernel cache that was emptied (or another machine) would make the first forward run without kernels, or
+CUDA-graph capture load one. So the needs are kept with the report and asked again before the cached graph runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+log = logging.getLogger("ltx_inductor")
+
+
+def device_kernels() -> Any:
+    """The kernels of this process's devices: looked up, built if need be, and proved, while they are asked for."""
+    from ltx_inductor.kernels.choice import DeviceKernels
+    from ltx_inductor.ops.rope import reference
+
+    return DeviceKernels(reference)
+
+
+def assumed_kernels() -> Any:
+    """For `explain`: builds nothing and answers as if everything that can be built were."""
+    from ltx_inductor.kernels.choice import AssumedKernels
+
+    return AssumedKernels()
+
+
+class Remembering:
+    """`kernels`, with `needs` growing by every launch that it can serve on a GPU."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self.needs: list[dict[str, Any]] = []
+
+    def refusal(self, need: Any) -> str | None:
+        sentence: str | None = self._kernels.refusal(need)
+        if sentence is None and need.device.type != "cpu":
+            data = _to_json(need)
+            if data not in self.needs:
+                self.needs.append(data)
+        return sentence
+
+    def note(self, need: Any) -> str | None:
+        note: str | None = self._kernels.note(need)
+        return note
+
+
+def ask_again(needs: Iterable[Mapping[str, Any]], example_inputs: Sequence[Any]) -> list[str]:
+    """Makes the kernels of a cached graph ready on the device of its inputs; what is missing, as sentences."""
+    from ltx_inductor.rewrite.passes import KernelNeed
+
+    wanted = list(needs)
+    if not wanted:
+        return []
+    device = next((t.device for t in example_inputs if isinstance(t, torch.Tensor) and t.device.type != "cpu"), None)
+    kernels, missing = device_kernels(), []
+    for data in wanted:
+        fields = {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in data.items() if k != "device"}
+        sentence = kernels.refusal(KernelNeed(device=device or torch.device(data["device"]), **fields))
+        if sentence is not None:
+            missing.append(f"a cached graph runs without its kernel: {sentence}")
+    return missing
+
+
+def _to_json(need: Any) -> dict[str, Any]:
+    """Without the device's index: ranks share what is kept."""
+    data = asdict(need) | {"device": need.device.type}
+    return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in data.items()}
