@@ -125,10 +125,11 @@ def mul(a: Expr, b: Expr, in_addcmul: bool = False) -> Expr:
     return neg(e) if sa != sb else e
 
 
-def add(a: Expr, b: Expr) -> Expr:
+def add(a: Expr, b: Expr, in_addcmul: bool = False) -> Expr:
+    """a + b. `in_addcmul`: the sum inside a decomposed addcmul, which eager computes as one fma."""
     for p, q in ((a, b), (b, a)):
         minus, m = split_sign(q)
-        if isinstance(m, Mul) and m.in_addcmul:
+        if in_addcmul and isinstance(m, Mul) and m.in_addcmul:
             return Fma(m.a, m.b, settled(p), minus)
     return Add(settled(a), settled(b))
 
@@ -141,9 +142,9 @@ def fma(a: Expr, b: Expr, c: Expr) -> Expr:
 
 def rounded(dtype: torch.dtype, e: Expr) -> Expr:
     """e as a value of that dtype; fp32 is the dtype of every operation and rounds nothing."""
-    e = settled(e)
     if dtype == torch.float32:
         return e
+    e = settled(e)
     if isinstance(e, Neg):
         return neg(rounded(dtype, e.of))
     if (isinstance(e, Round) and e.dtype == dtype) or (isinstance(e, Leaf) and e.node.meta["val"].dtype == dtype):

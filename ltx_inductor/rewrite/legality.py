@@ -22,12 +22,7 @@ def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SideP
             expected="an inference graph",
             hint="call the model under torch.no_grad() or torch.inference_mode()",
         )
-    if view.subclass_inputs:
-        raise Refuse(
-            "the model was called with tensor subclasses (such as DTensor), whose parts this graph computes on",
-            expected="plain tensors",
-            hint="compile the part of the model that works on plain local tensors",
-        )
+    _check_subclasses(view, planned)
     _check_norm(planned)
     inside = _replaced_nodes(planned, region)
     _check_readers(view, planned, inside)
@@ -49,6 +44,18 @@ def _check_norm(planned: SidePlan) -> None:
             "torch.rms_norm",
             expected="torch.nn.RMSNorm or torch.nn.functional.rms_norm",
             hint="use torch.nn.RMSNorm in the model: same values, and this rewrite",
+        )
+
+
+def _check_subclasses(view: GraphView, planned: SidePlan) -> None:
+    """A quantised weight of some linear layer is no obstacle; a subclass among the operands, or any DTensor, is."""
+    parts = [n for n in _inputs(planned) if _storage_root(n) in view.subclass_parts]
+    if parts or view.has_dtensor:
+        what = f"{parts[0].name} is part of a tensor subclass" if parts else "the model was called with DTensors"
+        raise Refuse(
+            f"{what}, whose own operations are no longer visible in the graph",
+            expected="plain tensors",
+            hint="compile the part of the model that works on plain local tensors",
         )
 
 

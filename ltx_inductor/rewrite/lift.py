@@ -182,7 +182,7 @@ class Lifter:
         elif n.target is aten.sub.Tensor:
             e = add(ops[0], neg(ops[1]))
         else:
-            e = add(ops[0], ops[1])
+            e = add(ops[0], ops[1], in_addcmul(n))
         return rounded(out.dtype, e)
 
     def _no_scale(self, n: Node) -> None:

@@ -45,12 +45,14 @@ class GraphView:
         return found
 
     @cached_property
-    def subclass_inputs(self) -> bool:
-        """Was the graph traced for tensor subclasses (DTensor and the like)? AOTAutograd hides them from the graph."""
-        context = torch._guards.TracingContext.try_get()
-        metadata = getattr(context, "fw_metadata", None)
-        kinds = [*getattr(metadata, "subclass_inp_meta", ()), *getattr(metadata, "subclass_fw_graph_out_meta", ())]
-        return any(type(k).__name__ == "SubclassCreationMeta" for k in kinds)
+    def subclass_parts(self) -> set[Node]:
+        """Inputs that are parts of a tensor subclass: AOTAutograd takes subclasses apart before we see the graph."""
+        descs = ((n, n.meta.get("desc")) for n in self.graph.nodes if n.op == "placeholder")
+        return {n for n, d in descs if type(d).__name__ == "SubclassGetAttrAOTInput"}
+
+    @cached_property
+    def has_dtensor(self) -> bool:
+        return any(n.meta["desc"].attr == "_local_tensor" for n in self.subclass_parts)
 
     @cached_property
     def is_training(self) -> bool:
