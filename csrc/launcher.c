@@ -7,8 +7,8 @@
  *   rope_load(handle, device)                     makes the kernels resident on a device, outside of any capture
  *   rope_launch(handle, stream, path, q, k|None, q_weight|None, k_weight|None, q_cos, q_sin, k_cos|None, k_sin|None,
  *               q_out, k_out|None, q_eps, k_eps, q_heads, k_heads) -> status
- * status: 0 launched; 1 eager would sum in another order (contiguous x or weight off a multiple of 4 elements), run the
- * reference; 2 copy the weights to aligned, contiguous memory and call again. Bad arguments raise ValueError. */
+ * status: 0 launched; 1 run the reference: eager would sum in another order (contiguous x or weight off a multiple of 4
+ * elements), or eps is so small that the kernel's division could show; 2 copy the weights to aligned, contiguous memory and call again. Bad arguments raise ValueError. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -76,8 +76,8 @@ static const char* const kEntryNames[ENTRIES] = {"rope_pair", "rope_row", "rope_
 enum Path { PATH_DRY = -1, PATH_AUTO, PATH_PAIR, PATH_ROW, PATH_ANY };
 #define MAX_DEVICES 64
 
-/* Below this many tokens a CTA per row fills the chip better than a CTA per token (measured: benchmarks/NOTES.md). */
-#define PAIR_MIN_TOKENS 512
+/* In calls of fewer elements a CTA per row is done sooner than a CTA per token (measured: benchmarks/NOTES.md). */
+#define PAIR_MIN_ELEMENTS (3 << 19)
 
 typedef struct {
   int head_dim, norm, per_head, fp16, table_f32, out_f32, exact_fp32, bhsd, shared;
@@ -231,6 +231,7 @@ static int read_side(const Config* c, const DLTensor* x, const DLTensor* w, cons
   s->out_b = seq * heads * D, s->out_s = c->bhsd ? D : heads * D, s->out_h = c->bhsd ? seq * D : D;
   if (s->seq == 0) return 0;
 
+  if ((c->norm & (c->norm - 1)) && !(s->eps >= 1e-30f)) return 1; /* mean_of in rope_math.cuh */
   /* torch's vectorised rms_norm reads x and weight as they are only if they are aligned; otherwise it sums in another order.
    * A copy that eager makes (x or weight not contiguous; .float() in the fp32 contracts) is aligned. */
   if (!c->exact_fp32 && contiguous(x) && (uintptr_t)s->x % 8) return 1;
@@ -256,9 +257,8 @@ static int launch(const Config* c, enum Entry entry, int device, Handle stream, 
   int64_t blocks = 0;
   unsigned threads = (c->registers && entry != ANY ? LTX_REGISTER_THREADS : LTX_STAGED_THREADS) * (pair ? 2 : 1);
   if (c->per_head) {
-    const int per_block = LTX_HEAD_THREADS / LTX_HEAD_GROUP(c->head_dim) * LTX_HEAD_UNROLL;
     threads = LTX_HEAD_THREADS;
-    for (i = 0; i < (pair ? 1 : 2); ++i) blocks += ((int64_t)whole[i].seq * whole[i].heads + per_block - 1) / per_block;
+    for (i = 0; i < (pair ? 1 : 2); ++i) blocks += LTX_HEAD_BLOCKS((int64_t)whole[i].seq, whole[i].heads, c->head_dim);
   } else {
     blocks = pair ? whole[0].seq : (int64_t)whole[0].seq + whole[1].seq;
   }
@@ -316,7 +316,7 @@ EXPORT int __tvm_ffi_rope_launch(void* self, const TVMFFIAny* a, int32_t n, TVMF
     const LtxRopeSide *sq = &p.side[0], *sk = &p.side[1];
     int pair = c->shared && c->kernels[PAIR] && k && sq->cos == sk->cos && sq->sin == sk->sin && sq->seq == sk->seq &&
                sq->batch == sk->batch && sq->heads == sk->heads && path != PATH_ROW;
-    if (pair && path == PATH_AUTO && !c->per_head) pair = (int64_t)sq->seq * sq->batch >= PAIR_MIN_TOKENS;
+    if (pair && path == PATH_AUTO && !c->per_head) pair = (int64_t)sq->seq * sq->batch * c->norm >= PAIR_MIN_ELEMENTS;
     entry = pair ? PAIR : ROW;
   }
   if (path == PATH_DRY) return 0;

@@ -54,10 +54,21 @@ __device__ __forceinline__ float square_sum(float acc, const u32 (&x)[2]) {
 __device__ __forceinline__ float add_lane(float v, int mask) {
   return __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, mask));
 }
-// torch's last step over its four warps; the quotient is a true division, as in torch.
-__device__ __forceinline__ float rstd_of_warps(float4 w, float eps) {
-  float sum = __fadd_rn(__fadd_rn(w.x, w.z), __fadd_rn(w.y, w.w));
-  return rsqrtf(__fadd_rn(__fdiv_rn(sum, (float)N), eps));
+// sum / N, rounded once, as torch divides. Where N is a power of two, the product with 1/N is that number. Elsewhere the
+// product is off by an ulp at most, and one exact remainder corrects it (Markstein; tests/kernels checks every mantissa).
+// Unlike __fdiv_rn this has no branch, so that several heads can be under way together. It may be wrong where the mean is
+// below 2^-126; the launcher refuses an eps so small (< 1e-30) that the sum with it would show that.
+__device__ __forceinline__ float mean_of(float sum) {
+  constexpr float inverse = 1.0f / N;
+  const float quotient = __fmul_rn(sum, inverse);
+  if constexpr ((N & (N - 1)) == 0) return quotient;
+  const float corrected = __fmaf_rn(__fmaf_rn(-quotient, (float)N, sum), inverse, quotient);
+  return quotient == __int_as_float(0x7f800000) ? quotient : corrected;  // infinity has no remainder
+}
+__device__ __forceinline__ float rstd_of(float sum, float eps) { return rsqrtf(__fadd_rn(mean_of(sum), eps)); }
+// torch's last step over its four warps.
+__device__ __forceinline__ float sum_of_warps(float4 w) {
+  return __fadd_rn(__fadd_rn(w.x, w.z), __fadd_rn(w.y, w.w));
 }
 
 // Two normed elements: fp32 values, and their 16-bit word where the contract rounds here.
@@ -75,10 +86,12 @@ __device__ __forceinline__ Normed normed(u32 x, u32 weight, float rstd) {
 }
 
 // ---- the rotation --------------------------------------------------------------------------------------------------
-// own*c + s*partner for elements 2i, 2i+1 of a vector. `flip` is the sign bit for the first half of a head, where the
-// formula has -s; negating s is exact, and rounding is symmetric.
+enum Half { FIRST, SECOND };
+// own*c -+ s*partner for elements 2i, 2i+1 of a vector: the first half of a head has -s. Negation is exact, and the sign of
+// an operand costs no instruction.
+template <Half half>
 __device__ __forceinline__ float2 rotated(const Normed& own, const Normed& partner, const u32 (&c)[TABLE_WORDS],
-                                          const u32 (&s)[TABLE_WORDS], int i, u32 flip) {
+                                          const u32 (&s)[TABLE_WORDS], int i) {
   float ca, cb, sa, sb, pa, pb;
   if constexpr (kTableF32) {
     ca = __uint_as_float(c[2 * i]), cb = __uint_as_float(c[2 * i + 1]);
@@ -87,10 +100,9 @@ __device__ __forceinline__ float2 rotated(const Normed& own, const Normed& partn
     ca = low_f32(c[i]), cb = high_f32(c[i]);
     sa = low_f32(s[i]), sb = high_f32(s[i]);
   }
-  sa = __uint_as_float(__float_as_uint(sa) ^ flip);
-  sb = __uint_as_float(__float_as_uint(sb) ^ flip);
+  if constexpr (half == FIRST) sa = -sa, sb = -sb;
   if constexpr (kRounding == CHAIN) {
-    u32 p = mul_16(own.word, c[i]);
+    const u32 p = mul_16(own.word, c[i]);
     pa = low_f32(p), pb = high_f32(p);
   } else {
     pa = __fmul_rn(own.a, ca), pb = __fmul_rn(own.b, cb);
@@ -102,7 +114,6 @@ __device__ __forceinline__ void put(u32 (&out)[OUT_WORDS], int i, float2 y) {
   if constexpr (kOutF32) out[2 * i] = __float_as_uint(y.x), out[2 * i + 1] = __float_as_uint(y.y);
   else out[i] = pack(y.x, y.y);
 }
-constexpr u32 FIRST_HALF = 0x80000000u, SECOND_HALF = 0u;
 
 // Norm and rotation of a vector in the first half of a head (x0) and its partner in the second (x1).
 __device__ __forceinline__ void rotate_pair(const u32 (&x0)[2], const u32 (&x1)[2], const u32 (&w0)[2], const u32 (&w1)[2],
@@ -111,35 +122,38 @@ __device__ __forceinline__ void rotate_pair(const u32 (&x0)[2], const u32 (&x1)[
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     Normed n0 = normed(x0[i], w0[i], rstd), n1 = normed(x1[i], w1[i], rstd);
-    put(out0, i, rotated(n0, n1, c, s, i, FIRST_HALF));
-    put(out1, i, rotated(n1, n0, c, s, i, SECOND_HALF));
+    put(out0, i, rotated<FIRST>(n0, n1, c, s, i));
+    put(out1, i, rotated<SECOND>(n1, n0, c, s, i));
   }
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 // Streamed loads pass by L1: each byte is used once, and the lines would push out the weights, which every row reads.
-__device__ __forceinline__ void load_streamed(u32 (&r)[2], const void* p) {
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
-}
-__device__ __forceinline__ void load_streamed(u32 (&r)[4], const void* p) {
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
-}
-// cos and sin that another thread of the CTA reads at the same time: kept by L1 until then, and the first to go.
-__device__ __forceinline__ void load_twice(u32 (&r)[2], const void* p) {
-  asm volatile("ld.global.nc.L1::evict_first.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
-}
-__device__ __forceinline__ void load_twice(u32 (&r)[4], const void* p) {
-  asm volatile("ld.global.nc.L1::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
-}
-__device__ __forceinline__ void load_cached(u32 (&r)[2], const void* p) {
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
-}
-__device__ __forceinline__ void load_cached(u32 (&r)[4], const void* p) {
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
-}
+// Loads of a table that another thread of the CTA reads at the same time are kept by L1 until then, and are the first to go.
+//
+// Ordinary loads, although nobody writes what is read here: .nc ones the assembler may move behind a barrier to save
+// registers, and then their latency is paid twice (v1536: 18.6 -> 20.0 us). rope_row_staged.cuh, which has registers to
+// spare, is up to a tenth faster with .nc.
+enum Cache { ORDINARY, NC };
+#define LTX_LOAD(name, hint)                                                                          \
+  template <Cache cache = ORDINARY> __device__ __forceinline__ void name(u32 (&r)[2], const void* p) { \
+    if constexpr (cache == NC)                                                                        \
+      asm volatile("ld.global.nc" hint ".v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));  \
+    else                                                                                              \
+      asm volatile("ld.global" hint ".v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));     \
+  }                                                                                                   \
+  template <Cache cache = ORDINARY> __device__ __forceinline__ void name(u32 (&r)[4], const void* p) { \
+    if constexpr (cache == NC)                                                                        \
+      asm volatile("ld.global.nc" hint ".v4.u32 {%0, %1, %2, %3}, [%4];"                              \
+                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));                        \
+    else                                                                                              \
+      asm volatile("ld.global" hint ".v4.u32 {%0, %1, %2, %3}, [%4];"                                 \
+                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));                        \
+  }
+LTX_LOAD(load_streamed, ".L1::no_allocate")
+LTX_LOAD(load_twice, ".L1::evict_first")
+LTX_LOAD(load_cached, "")
+#undef LTX_LOAD
 // Any alignment, any stride (in elements) between the elements of a vector.
 __device__ __forceinline__ void load_elements_16(u32 (&r)[2], const void* p, ltx_i64 stride) {
   const u16* e = (const u16*)p;
@@ -162,6 +176,11 @@ __device__ __forceinline__ void store_streamed(void* p, const u32 (&r)[2]) {
 }
 __device__ __forceinline__ void store_streamed(void* p, const u32 (&r)[4]) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+// Ends a burst of loads. The assembler likes to put some of them off until the first have arrived and freed their
+// registers; across a branch it does not. The loop is never entered: `size` is not negative, which it cannot know.
+__device__ __forceinline__ void end_of_loads(int size) {
+  while (size < 0) asm volatile("" ::: "memory");
 }
 __device__ __forceinline__ const char* table_at(const void* base, ltx_i64 element) {
   return (const char*)base + element * TABLE_BYTES;

@@ -14,9 +14,14 @@
 /* q and k rows of a token both wait in shared memory; 48 KB is what a kernel gets without asking. */
 #define LTX_STAGED_PAIR_FITS(norm) ((norm) <= 8192)
 
-/* rope_per_head.cuh: a group of lanes does HEAD_UNROLL heads, of q and of k if it is a pair kernel. */
+/* rope_per_head.cuh: a warp does 32 / GROUP heads of HEAD_UNROLL tokens, of q and of k if it is a pair kernel. */
 #define LTX_HEAD_THREADS 128
 #define LTX_HEAD_UNROLL 4
 #define LTX_HEAD_GROUP(head_dim) ((head_dim) <= 32 ? 4 : (head_dim) <= 64 ? 8 : (head_dim) <= 128 ? 16 : 32)
+
+#define LTX_HEAD_WARPS(heads, head_dim) \
+  (((heads) + 32 / LTX_HEAD_GROUP(head_dim) - 1) / (32 / LTX_HEAD_GROUP(head_dim))) /* per HEAD_UNROLL tokens */
+#define LTX_HEAD_BLOCKS(seq, heads, head_dim)                                                    \
+  ((((seq) + LTX_HEAD_UNROLL - 1) / LTX_HEAD_UNROLL * LTX_HEAD_WARPS(heads, head_dim) + 3) / 4) /* 4 warps each */
 
 #endif

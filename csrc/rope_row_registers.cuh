@@ -26,12 +26,12 @@
 constexpr int CHUNKS = N / 512;
 constexpr int CHUNK_HEADS = 512 / D;
 
-// Short rows keep the weights in registers; long ones park them in shared memory, fetched by the SM's asynchronous copy:
-// no registers while the row is in flight, and no barrier, since each thread reads only what it fetched itself.
-constexpr bool kWeightsInRegisters = CHUNKS <= 4;
+// Weights behind the row: a short grid is done sooner (a126: 2.9 against 3.1 us). A long row hides them better in front
+// (N = 8192: 83 against 90 us).
+constexpr bool kWeightsFirst = CHUNKS > 8;
 
 constexpr int blocks_per_sm(int groups) {
-  const int registers = CHUNKS * (4 + 2 * TABLE_WORDS + (kWeightsInRegisters ? 4 : 0)) + 30;
+  const int registers = CHUNKS * (4 + 2 * TABLE_WORDS) + 30;
   const int fit = 65536 / (LTX_REGISTER_THREADS * registers);  // groups; 4 schedulers share the register file evenly,
   return fit / 2 * 2 / groups > 12 ? 12 : fit / 2 * 2 / groups;  // so that an odd number of 2-warp groups gains nothing
 }
@@ -69,6 +69,27 @@ __device__ __forceinline__ void rope_row_registers(const LtxRopeParams& p) {
   if (GROUPS == 1 && b >= side.batch) return;
 
   const int head = i / HALF_VECS, within = i % HALF_VECS * 4;  // in the chunk; in the half head
+  // The weights (of chunk n: vectors 2n of the first and 2n + 1 of the second half) wait in shared memory, fetched by
+  // the SM's asynchronous copy: no registers while the row is in flight, and no barrier, since each thread reads only
+  // what it fetched itself. The branch also keeps the assembler from mixing these with the loads of the row.
+  __shared__ uint2 weights[GROUPS][CHUNKS * 2][T];
+  auto park_weights = [&] {
+    const u16* w = (const u16*)side.weight;
+    if (w) {
+#pragma unroll
+      for (int v = 0; v < CHUNKS * 2; ++v) {
+        const u32 target = (u32)__cvta_generic_to_shared(&weights[group][v][i]);
+        const u16* source = w + head * D + within + v / 2 * 512 + v % 2 * (D / 2);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    } else {
+#pragma unroll
+      for (int v = 0; v < CHUNKS * 2; ++v) weights[group][v][i] = make_uint2(ONES, ONES);
+    }
+  };
+  if constexpr (kWeightsFirst) park_weights();
+
   const u16* x = x_at(side.x, b * side.x_b + s * side.x_s + head * D + within);
   u32 x0[CHUNKS][2], x1[CHUNKS][2], cos_v[CHUNKS][TABLE_WORDS], sin_v[CHUNKS][TABLE_WORDS];
 #pragma unroll
@@ -89,25 +110,7 @@ __device__ __forceinline__ void rope_row_registers(const LtxRopeParams& p) {
     }
   }
 
-  // The weights of chunk n: vectors 2n (first half) and 2n + 1 (second half).
-  __shared__ uint2 parked[GROUPS][kWeightsInRegisters ? 1 : CHUNKS * 2][T];
-  uint2 weights[kWeightsInRegisters ? CHUNKS * 2 : 1];
-  const u16* w = (const u16*)side.weight;
-#pragma unroll
-  for (int v = 0; v < CHUNKS * 2; ++v) {
-    const u16* source = w + head * D + within + v / 2 * 512 + v % 2 * (D / 2);
-    if constexpr (kWeightsInRegisters) {
-      u32 word[2] = {ONES, ONES};
-      if (w) load_cached(word, source);
-      weights[v] = make_uint2(word[0], word[1]);
-    } else if (w) {
-      const u32 target = (u32)__cvta_generic_to_shared(&parked[group][v][i]);
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
-    } else {
-      parked[group][v][i] = make_uint2(ONES, ONES);
-    }
-  }
-  if constexpr (!kWeightsInRegisters) asm volatile("cp.async.commit_group;" ::: "memory");
+  if constexpr (!kWeightsFirst) park_weights();
 
   __shared__ float4 warps[GROUPS];
   float first = 0.f, second = 0.f;
@@ -118,8 +121,8 @@ __device__ __forceinline__ void rope_row_registers(const LtxRopeParams& p) {
   }
   store_warp_sums(first, second, (float*)&warps[group], i);
   __syncthreads();
-  const float rstd = rstd_of_warps(warps[group], side.eps);
-  if constexpr (!kWeightsInRegisters) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  const float rstd = rstd_of(sum_of_warps(warps[group]), side.eps);
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
 
   // Without this the compiler keeps the unpacked fp32 row alive across the barrier: 900 bytes of spills.
 #pragma unroll
@@ -131,8 +134,7 @@ __device__ __forceinline__ void rope_row_registers(const LtxRopeParams& p) {
   const ltx_i64 out_chunk = kOutPacked ? 512 : CHUNK_HEADS * side.out_h;
 #pragma unroll
   for (int n = 0; n < CHUNKS; ++n) {
-    const uint2 a = kWeightsInRegisters ? weights[kWeightsInRegisters ? n * 2 : 0] : parked[group][kWeightsInRegisters ? 0 : n * 2][i];
-    const uint2 c = kWeightsInRegisters ? weights[kWeightsInRegisters ? n * 2 + 1 : 0] : parked[group][kWeightsInRegisters ? 0 : n * 2 + 1][i];
+    const uint2 a = weights[group][n * 2][i], c = weights[group][n * 2 + 1][i];
     const u32 w0[2] = {a.x, a.y}, w1[2] = {c.x, c.y};
     u32 out0[OUT_WORDS], out1[OUT_WORDS];
     rotate_pair(x0[n], x1[n], w0, w1, cos_v[n], sin_v[n], rstd, out0, out1);

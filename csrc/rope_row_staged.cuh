@@ -5,6 +5,8 @@
 // grid    x: GROUPS = 2: tokens, group 0 does q and group 1 does k; GROUPS = 1: q rows, then k rows;  y: batch
 // shared  the row, 2 * N bytes, written while it is summed; the barrier of the sum also publishes it, and afterwards
 //         thread t takes the rotation pairs t, t + 128, ... (a pair: vector j of a first half and vector j of the second)
+//         Where half a head is no whole number of 32-byte sectors, its results go back into the row and are stored from
+//         there in order: stores that end inside sectors cost a tenth of the speed (head_dim 40, 80)
 // bytes   every byte of x, cos, sin and out moves once (cos and sin a second time from L1 for the other group); as much
 //         as the registers hold is in flight before the first byte is used
 //
@@ -14,6 +16,7 @@
 
 constexpr int ROW_VECS = N / 4;
 constexpr int ROW_PAIRS = N / 8;
+constexpr bool kStoreInOrder = D % 32 != 0 && kOutPacked && !kOutF32;  // fp32 results do not fit where the row was
 
 template <int GROUPS, bool kVectors>
 __device__ __forceinline__ void rope_row_staged(const LtxRopeParams& p) {
@@ -38,8 +41,8 @@ __device__ __forceinline__ void rope_row_staged(const LtxRopeParams& p) {
   auto load_tables = [&](int pair, u32(&c)[TABLE_WORDS], u32(&sn)[TABLE_WORDS]) {
     const ltx_i64 head = pair / HALF_VECS, within = pair % HALF_VECS * 4;
     if constexpr (kVectors) {
-      load_twice(c, table_at(tables.cos, cos_at + head * tables.cos_h + within));
-      load_twice(sn, table_at(tables.sin, sin_at + head * tables.cos_h + within));
+      load_twice<NC>(c, table_at(tables.cos, cos_at + head * tables.cos_h + within));
+      load_twice<NC>(sn, table_at(tables.sin, sin_at + head * tables.cos_h + within));
     } else {
       load_table_elements(c, table_at(tables.cos, cos_at + head * tables.cos_h + within * tables.cos_e), tables.cos_e);
       load_table_elements(sn, table_at(tables.sin, sin_at + head * tables.sin_h + within * tables.sin_e), tables.sin_e);
@@ -55,7 +58,7 @@ __device__ __forceinline__ void rope_row_staged(const LtxRopeParams& p) {
     for (int j = 0; j < BATCH; ++j) {
       const int at = t + (first + j) * T;
       if (at >= ROW_VECS) continue;
-      if constexpr (kVectors) load_streamed(v[j], x + at * 4);
+      if constexpr (kVectors) load_streamed<NC>(v[j], x + at * 4);
       else load_elements_16(v[j], x + at * 4 * side.x_e, side.x_e);
     }
     if (first == 0) {
@@ -63,6 +66,7 @@ __device__ __forceinline__ void rope_row_staged(const LtxRopeParams& p) {
       for (int j = 0; j < AHEAD; ++j)
         if (t + j * T < ROW_PAIRS) load_tables(t + j * T, cos_v[j], sin_v[j]);
     }
+    if constexpr (kVectors) end_of_loads(side.batch);
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const int at = t + (first + j) * T;
@@ -76,7 +80,7 @@ __device__ __forceinline__ void rope_row_staged(const LtxRopeParams& p) {
   for (int level = 16; level > 0; level /= 2) acc = add_lane(acc, level);
   if (t % 32 == 0) ((float*)&warps[group])[t / 32] = acc;
   __syncthreads();
-  const float rstd = rstd_of_warps(warps[group], side.eps);
+  const float rstd = rstd_of(sum_of_warps(warps[group]), side.eps);
 
   const u16* weight = (const u16*)side.weight;
   const ltx_i64 out_at_row = b * side.out_b + s * side.out_s;
@@ -94,14 +98,29 @@ __device__ __forceinline__ void rope_row_staged(const LtxRopeParams& p) {
     }
     u32 w0[2] = {ONES, ONES}, w1[2] = {ONES, ONES}, out0[OUT_WORDS], out1[OUT_WORDS];
     if (weight) {
-      load_cached(w0, weight + v0 * 4);
-      load_cached(w1, weight + v1 * 4);
+      load_cached<NC>(w0, weight + v0 * 4);
+      load_cached<NC>(w1, weight + v1 * 4);
     }
     const uint2 a = row[v0], d = row[v1];
     const u32 x0[2] = {a.x, a.y}, x1[2] = {d.x, d.y};
     rotate_pair(x0, x1, w0, w1, c, sn, rstd, out0, out1);
-    const ltx_i64 out = out_at_row + head * (kOutPacked ? D : side.out_h) + within * 4;
-    store_streamed(out_at(side.out, out), out0);
-    store_streamed(out_at(side.out, out + D / 2), out1);
+    if constexpr (kStoreInOrder) {  // only this thread reads these two vectors
+      row[v0] = make_uint2(out0[0], out0[1]);
+      row[v1] = make_uint2(out1[0], out1[1]);
+    } else {
+      const ltx_i64 out = out_at_row + head * (kOutPacked ? D : side.out_h) + within * 4;
+      store_streamed(out_at(side.out, out), out0);
+      store_streamed(out_at(side.out, out + D / 2), out1);
+    }
+  }
+  if constexpr (kStoreInOrder) {
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < VEC_STEPS; ++j) {
+      const int at = t + j * T;
+      if (at >= ROW_VECS) continue;
+      const u32 y[2] = {row[at].x, row[at].y};
+      store_streamed(out_at(side.out, out_at_row + at * 4), y);
+    }
   }
 }
