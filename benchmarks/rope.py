@@ -197,7 +197,7 @@ def measure(
     size = traffic(case)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     sets = max(3, math.ceil(4 * l2 / size))
-    args = [make(case, seed) for seed in range(min(sets, 3))]
+    args = [_plain(make(case, seed)) for seed in range(min(sets, 3))]
     args += [_copied(a) for a in args * (sets // 3 + 1)][: max(0, sets - 3)]
     wanted: dict[str, list[Call]] = {}
     for na in (False, True):
@@ -213,7 +213,8 @@ def measure(
         torch._dynamo.reset()
         compiled = torch.compile(inductor_model(case.contract, case.q.heads), dynamic=False)
         with torch.no_grad():
-            compiled(*args[0][:8])
+            for a in args:  # nothing may be compiled during capture
+                compiled(*a[:8])
         wanted["inductor"] = [lambda a=a: compiled(*a[:8]) for a in args]
     repeats = max(1, 20 // sets)
     with torch.no_grad():
@@ -235,6 +236,11 @@ def measure(
     else:
         result["gbps"] = round(size / result["ours"] / 1e3)
     return result
+
+
+def _plain(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Weights as tensors: for a mixture of parameters and tensors Inductor would compile twice."""
+    return tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
 
 
 def _copied(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -319,6 +325,11 @@ def main() -> None:
     others = other_shapes()
     todo = [replace(PRODUCTION[r], contract=c, table_dtype=t) for r, c, t in production.values()]
     prepare([*todo, *others.values()])
+
+    def save() -> None:
+        if options.out:
+            options.out.write_text(json.dumps(data, indent=1) + "\n")
+
     if "production" in options.parts:
         data["production"] = {}
         for (name, (row, contract, table)), case in zip(production.items(), todo, strict=True):
@@ -330,6 +341,7 @@ def main() -> None:
                 r["earlier_over_ours"] = round(peer / peer_floor * r["floor_best"] / r["ours"], 3)  # both in floors
             data["production"][name] = r
             print(line(name, r), flush=True)
+            save()
     if "paths" in options.parts:  # where one CTA per token overtakes one CTA per row
         data["paths"] = {}
         for d in (64, 128):
@@ -347,8 +359,7 @@ def main() -> None:
     if "host" in options.parts:
         data["host_us"] = host_cost()
         print("host, us per call:", data["host_us"], flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(data, indent=1) + "\n")
+    save()
 
 
 def _commit() -> str:
