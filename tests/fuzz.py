@@ -48,8 +48,14 @@ def _propagate(gm: fx.GraphModule) -> None:
 
 def live_rotations(graph: fx.Graph) -> int:
     """How many norms reach an output through a cut, two products with tables, a sum and a join."""
-    joins = [n for n in cone(output_node(graph)) if n.target in JOINS]
-    return len({n for j in joins if _rotates(j) for n in cone(j) if n.target is aten.rsqrt.default})
+    norms: set[Node] = set()
+    for join in cone(output_node(graph)):
+        if join.target in JOINS:
+            found = {n for n in cone(join) if n.target is aten.rsqrt.default}
+            nearest = found - {m for n in found for m in cone(n)}
+            if _rotates(join, nearest):
+                norms |= nearest
+    return len(norms)
 
 
 def cone(n: Node) -> set[Node]:
@@ -64,9 +70,9 @@ def cone(n: Node) -> set[Node]:
     return seen
 
 
-def _rotates(join: Node) -> bool:
-    """Do the nodes between the norm and the join look like a rotation?"""
-    between = {n for n in cone(join) if any(a.target is aten.rsqrt.default for a in cone(n))}
+def _rotates(join: Node, norms: set[Node]) -> bool:
+    """Do the nodes between the norms and the join look like a rotation?"""
+    between = {n for n in cone(join) if norms & cone(n)}
     products = sum(n.target in PRODUCTS and any(_is_table(a) for a in n.all_input_nodes) for n in between)
     sums = sum(n.target in SUMS and len(n.all_input_nodes) > 1 for n in between)
     return products >= 2 and sums >= 1 and any(n.target in CUTS for n in between)

@@ -22,7 +22,7 @@ from ltx_inductor.config import Config  # noqa: E402
 
 rewrite = functools.partial(passes.rewrite_graph, config=Config(cpu=True))
 FP32, S = torch.float32, 27
-PER_BASE = 180
+PER_BASE = 130
 
 _spell = functools.partial(spell, S=S)
 BASES = [
@@ -61,20 +61,20 @@ def results(mutant: torch.fx.GraphModule, calls: list[list]) -> list | None:
         return None
 
 
-def problem(mutant: torch.fx.GraphModule, calls: list[list], wants: list) -> tuple[bool, str | None]:
-    """(was anything rewritten, what is wrong or None)"""
+def problem(mutant: torch.fx.GraphModule, calls: list[list], wants: list) -> tuple[int, str | None]:
+    """(how many sides were rewritten, what is wrong or None)"""
     after = copy_graph(mutant)
     report = rewrite(after.graph)
     if any("internal error" in r.reason for r in report.refusals):
-        return False, report.refusals[-1].reason
+        return 0, report.refusals[-1].reason
     if len(report.sites) + len(report.refusals) < fuzz.live_rotations(mutant.graph):
-        return bool(report.sites), "a rotation was lost without a refusal"
+        return len(report.sites), "a rotation was lost without a refusal"
     if report.sites:
         for args, want in zip(calls, wants, strict=True):
             why = bit_difference(run_graph(after, args), want)
             if why:
-                return True, f"{why}; contract {report.sites[0].contract}"
-    return bool(report.sites), None
+                return len(report.sites), f"{why}; contract {report.sites[0].contract}"
+    return len(report.sites), None
 
 
 @functools.cache
@@ -100,8 +100,8 @@ def test_refused_or_bitwise_equal(case) -> None:
         if not wants:
             continue
         done += 1
-        rewritten, why = problem(made[1], calls, wants)
-        matched += rewritten
+        sides, why = problem(made[1], calls, wants)
+        matched += sides == case.sites
         if why:
             wrong.append(f"seed {seed}, {made[0]}: {why}")
     assert not wrong, f"{len(wrong)} of {done}\n" + "\n".join(wrong[:12])
