@@ -55,7 +55,7 @@ def plan(operand: Operand, groups: Sequence[Digits]) -> Plan:
             else:
                 g, i = where[run[0]]
                 pieces.append((g, i, radix(run)))
-    left = [p for p in pieces if p[0] != -2]
+    left = _place_unit_axes([p for p in pieces if p[0] != -2], [g for g, digits in enumerate(groups) if not digits])
     order = tuple(sorted(range(len(left)), key=lambda a: (left[a][0] < 0, left[a][:2])))
     merged = tuple(tuple(s for g, _, s in (left[a] for a in order) if g == want) for want in range(len(groups)))
     for digits, sizes in zip(groups, merged, strict=True):
@@ -69,6 +69,21 @@ def plan(operand: Operand, groups: Sequence[Digits]) -> Plan:
         merged,
         operand.negated,
     )
+
+
+def _place_unit_axes(axes: list[tuple[int, int, Size]], empty: list[int]) -> list[tuple[int, int, Size]]:
+    """Gives axes of size 1 to groups without digits where that keeps the order: then nothing has to be moved."""
+    out = list(axes)
+    for i, (g, _, size) in enumerate(out):
+        if g != -1:
+            continue
+        before = max((p[0] for p in out[:i]), default=-1)
+        after = [p[0] for p in out[i + 1 :] if p[0] >= 0]
+        fits = [e for e in empty if before < e and all(e < a for a in after)]
+        if fits:
+            out[i] = (fits[0], 0, size)
+            empty = [e for e in empty if e != fits[0]]
+    return out
 
 
 def _runs(axis: Digits, where: dict[Digit, tuple[int, int]], name: str) -> Iterator[Digits]:

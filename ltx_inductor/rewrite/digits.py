@@ -83,8 +83,17 @@ class Space:
 
     def resolve(self, digits: Iterable[Digit]) -> Digits:
         """The digits with every cut atom replaced by its parts, cases filled in, adjacent constants merged."""
+        digits = tuple(digits)
+        fixed_before = False
+        for d in digits:
+            fixed = isinstance(d, Const)
+            if (fixed and fixed_before) or (not fixed and (d.parts is not None or d in self.case)):  # type: ignore[union-attr]
+                break
+            fixed_before = fixed
+        else:
+            return digits  # the usual case: nothing to replace and nothing to merge
         out: list[Digit] = []
-        todo = list(digits)[::-1]
+        todo = list(digits[::-1])
         while todo:
             d = todo.pop()
             if isinstance(d, Atom):

@@ -76,9 +76,17 @@ def _replaced_nodes(planned: SidePlan, region: set[Node]) -> set[Node]:
 
 
 def _check_readers(view: GraphView, planned: SidePlan, inside: set[Node]) -> None:
-    """Intermediates of the rotation must not be read outside; the norm's own values may (the norm then stays)."""
+    """Intermediates of the rotation must not be read outside; the norm's own values may (the norm then stays).
+
+    What depends on a table is past the norm: keeping it would mean computing the rotation twice.
+    """
+    tables = {planned.side.cos.node, planned.side.sin.node}
+    past: set[Node] = set()
     for n in sorted(inside, key=view.order.__getitem__):
-        if n is planned.side.result or not _is_past_the_norm(view, n, planned, inside):
+        if not any(a in past or (a not in inside and _reads(view, a, tables)) for a in n.all_input_nodes):
+            continue
+        past.add(n)
+        if n is planned.side.result:
             continue
         for u in n.users:
             if u not in inside and u in view.live and u.target not in _METADATA:
@@ -87,22 +95,6 @@ def _check_readers(view: GraphView, planned: SidePlan, inside: set[Node]) -> Non
                     expected="that only the rotation reads it",
                     hint="compute the other use from the result or from the normalised value",
                 )
-
-
-def _is_past_the_norm(view: GraphView, n: Node, planned: SidePlan, inside: set[Node]) -> bool:
-    """Does n depend on a table? Then keeping it would mean computing the rotation twice."""
-    tables = {planned.side.cos.node, planned.side.sin.node}
-    todo, seen = [n], {n}
-    while todo:
-        for a in todo.pop().all_input_nodes:
-            if a in seen:
-                continue
-            seen.add(a)
-            if a in inside:
-                todo.append(a)
-            elif _reads(view, a, tables):
-                return True
-    return False
 
 
 def _reads(view: GraphView, n: Node, tables: set[Node], limit: int = 8) -> bool:

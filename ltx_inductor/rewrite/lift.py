@@ -58,7 +58,7 @@ class Lifter:
 
     def lift(self, n: Any, co: Coords) -> Expr:
         """The expression of the element of `n` at `co`. Raises Refuse (a sentence) or NeedCase."""
-        co = tuple(self.space.resolve(axis) for axis in co)
+        co = tuple([self.space.resolve(axis) if axis else axis for axis in co])
         key = (n, co)
         if key not in self._memo:
             self._memo[key] = self._compute(n, co)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -34,7 +35,7 @@ def value_numbers(graph: Graph) -> Callable[[Node], Node]:
         representative[n] = n
         if n.op == "call_function" and is_pure(n):
             try:
-                keywords = tuple(sorted((k, key(v)) for k, v in n.kwargs.items()))
+                keywords = tuple(sorted((k, key(v)) for k, v in n.kwargs.items())) if n.kwargs else ()
                 representative[n] = first.setdefault((n.target, key(n.args), keywords), n)
             except TypeError:  # an argument that cannot be hashed: the node stands for itself
                 pass
@@ -43,12 +44,12 @@ def value_numbers(graph: Graph) -> Callable[[Node], Node]:
 
 def is_pure(n: Node) -> bool:
     """An ATen-style op without side effects, mutation or randomness."""
-    target = n.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and not target._schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in target.tags
-    )
+    return isinstance(n.target, torch._ops.OpOverload) and _is_pure_op(n.target)
+
+
+@functools.cache
+def _is_pure_op(op: torch._ops.OpOverload) -> bool:
+    return not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def derived_from(rstd: Node, other_rstds: set[Node], order: Mapping[Node, float]) -> set[Node] | None:

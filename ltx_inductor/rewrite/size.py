@@ -33,6 +33,8 @@ class Size:
     def __mul__(self, other: Size) -> Size:
         if not other.factors:
             return Size(_whole(self.coefficient * other.coefficient), self.factors)
+        if not self.factors:
+            return other * self
         both = tuple(sorted(self.factors + other.factors, key=str))
         return Size(_whole(self.coefficient * other.coefficient), both)
 
@@ -41,12 +43,14 @@ class Size:
         if other.coefficient == 0 or self.coefficient % other.coefficient:
             return None
         if not other.factors:
-            return Size(_whole(self.coefficient / Fraction(other.coefficient)), self.factors)
+            return Size(self.coefficient // other.coefficient, self.factors)
+        if len(other.factors) > len(self.factors):
+            return None
         mine, theirs = Counter(self.factors), Counter(other.factors)
         if theirs - mine:
             return None
         rest = tuple(sorted((mine - theirs).elements(), key=str))
-        return Size(_whole(Fraction(self.coefficient) / other.coefficient), rest)
+        return Size(self.coefficient // other.coefficient, rest)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Size):
@@ -66,7 +70,7 @@ TWO = Size(2)
 
 
 def _whole(c: int | Fraction) -> int | Fraction:
-    return int(c) if isinstance(c, Fraction) and c.denominator == 1 else c
+    return c if type(c) is int or c.denominator != 1 else int(c)
 
 
 def product(sizes: Iterable[Size]) -> Size:
