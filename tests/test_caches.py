@@ -142,7 +142,7 @@ def test_the_id_covers_versions_and_schemas(monkeypatch):
 
 def test_the_id_covers_every_source(tmp_path, monkeypatch):
     """Copies of the package at two places have one digest; a changed byte anywhere in the rewrite makes another."""
-    digests = set()
+    digests = {cache_id.source_digest.__wrapped__()}
     for where in ("a", "b"):
         package = tmp_path / where / "ltx_inductor"
         for source in (ROOT / "ltx_inductor").rglob("*.py"):
@@ -151,7 +151,7 @@ def test_the_id_covers_every_source(tmp_path, monkeypatch):
             target.write_bytes(source.read_bytes())
         monkeypatch.setattr(cache_id, "_PACKAGE", package)
         digests.add(cache_id.source_digest.__wrapped__())
-    assert digests == {cache_id.source_digest()}
+    assert len(digests) == 1
     for name in ("rewrite/report.py", "rewrite/dump.py", "ops/rope.py", "contract.py", "config.py", "joint_pass.py"):
         source = package / name
         content = source.read_bytes()
