@@ -1,7 +1,7 @@
 """Speed of the RoPE kernels against the byte floor, eager and stock Inductor, all in one run.
 
     python benchmarks/rope.py --out benchmarks/results/rope-h200.json            everything (three minutes)
-    python benchmarks/rope.py --parts production --no-eager --no-inductor        ours and the floor
+    python benchmarks/rope.py --parts production --no-models                 ours and the floor
 
 Method. Every contender's calls are captured in a CUDA graph that rotates among input sets which together are at
 least four times the L2 cache, and keeps every result, so that all traffic is cold; a time is the median over replays,
@@ -141,20 +141,23 @@ def floor_call(lib: Any, case: Case, args: Sequence[Any], no_allocate: bool) -> 
     return call
 
 
-def inductor_model(contract: str, heads: int) -> Callable[..., Any]:
-    """The eager chain as models write it, one function for q and k: what stock Inductor is given."""
+def model_chain(contract: str, heads: int) -> Callable[..., Any]:
+    """The chain as the models spell it (bf16-chain: ltx-core; fp32-rope: diffusers), for q and k of one attention."""
 
-    def side(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        n = torch.nn.functional.rms_norm(x, (x.shape[-1],), w, eps)
-        n = n.view(*x.shape[:2], heads, -1).transpose(1, 2)
+    def side(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = torch.nn.functional.rms_norm(x, (x.shape[-1],), w, 1e-6)
+        b, t, width = x.shape
+        split = x.reshape(b, t, heads, -1).swapaxes(1, 2).unflatten(-1, (2, -1))
         if contract == "fp32-rope":
-            n = n.float()
-        n0, n1 = n.chunk(2, dim=-1)
-        out = torch.cat((torch.addcmul(n0 * cos, -sin, n1), torch.addcmul(n1 * cos, sin, n0)), dim=-1)
-        return out.transpose(1, 2).flatten(2).to(x.dtype)
+            split = split.float()
+        first, second = split[..., :1, :], split[..., 1:, :]
+        out = split * cos.unsqueeze(-2)
+        out[..., :1, :].addcmul_(-sin.unsqueeze(-2), second)
+        out[..., 1:, :].addcmul_(sin.unsqueeze(-2), first)
+        return out.flatten(-2).swapaxes(1, 2).reshape(b, t, width).to(x.dtype)
 
     def model(q: Tensor, k: Tensor, qw: Tensor, kw: Tensor, qc: Tensor, qs: Tensor, kc: Any, ks: Any) -> Any:
-        return side(q, qw, qc, qs, 1e-6), side(k, kw, qc if kc is None else kc, qs if ks is None else ks, 1e-6)
+        return side(q, qw, qc, qs), side(k, kw, qc if kc is None else kc, qs if ks is None else ks)
 
     return model
 
@@ -191,9 +194,7 @@ class Contender:
         return statistics.median(self.times[2:])
 
 
-def measure(
-    lib: Any, case: Case, with_eager: bool, with_inductor: bool, paths: Sequence[int], replays: int
-) -> dict[str, Any]:
+def measure(lib: Any, case: Case, with_models: bool, paths: Sequence[int], replays: int) -> dict[str, Any]:
     size = traffic(case)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     sets = max(3, math.ceil(4 * l2 / size))
@@ -207,11 +208,11 @@ def measure(
     for path in paths:
         name = {rope.AUTO: "ours", rope.PAIR: "pair", rope.ROW: "row", rope.ANY: "any"}[path]
         wanted[name] = [lambda a=a, path=path: rope.launch_pair(*a, path=path) for a in args]
-    if with_eager:
-        wanted["eager"] = [lambda a=a: eager(case, a) for a in args]
-    if with_inductor:
+    if with_models:
+        model = model_chain(case.contract, case.q.heads)
+        wanted["eager"] = [lambda a=a: model(*a[:8]) for a in args]
         torch._dynamo.reset()
-        compiled = torch.compile(inductor_model(case.contract, case.q.heads), dynamic=False)
+        compiled = torch.compile(model, dynamic=False)
         with torch.no_grad():
             for a in args:  # nothing may be compiled during capture
                 compiled(*a[:8])
@@ -259,23 +260,37 @@ def _copied(args: Sequence[Any]) -> tuple[Any, ...]:
 def host_cost(calls: int = 3000) -> dict[str, float]:
     """Microseconds of wall time per call without CUDA graphs, for a shape whose kernel is faster than that."""
     case = PRODUCTION["a126"]
-    args = make(case, 0)
-    found: dict[str, Call] = {"launch_pair": lambda: rope.launch_pair(*args)}  # type: ignore[arg-type]
-    op = torch.ops.ltx_inductor.qk_rmsnorm_split_rope
-    found["op"] = lambda: op(*args)
-    found["eager"] = lambda: eager(case, args)
+    args: Any = _plain(make(case, 0))
+    op = torch.ops.ltx_inductor.qk_rmsnorm_split_rope.default
+    model = model_chain(case.contract, case.q.heads)
+    compiled = torch.compile(model, dynamic=False)
+    rope.launch_pair(*args)
+    plan = next(p for p in rope._plans.values() if p.q_out[0] == args[0].shape)
+    outs = [plan.empty_here(*plan.q_out) for _ in range(2)]
+    raw = (*args[:8], *outs, 1e-6, 1e-6, 32, 32)
+    stream = plan.stream(0)
+    found: dict[str, Call] = {
+        "op (torch's dispatcher, then launch_pair)": lambda: op(*args),
+        "launch_pair": lambda: rope.launch_pair(*args),
+        "of it: two allocations": lambda: (plan.empty_here(*plan.q_out), plan.empty_here(*plan.k_out)),
+        "of it: tvm-ffi call and checks": lambda: plan.launch(plan.handle, stream, rope.DRY, *raw),
+        "of it: the same with the launch": lambda: plan.launch(plan.handle, stream, rope.AUTO, *raw),
+        "for scale: torch.add(q, k, out=q)": lambda: torch.add(args[0], args[1], out=outs[0]),
+        "stock Inductor": lambda: compiled(*args[:8]),
+        "eager": lambda: model(*args[:8]),
+    }
     result = {}
-    for name, call in found.items():
-        rounds = []
-        with torch.inference_mode():
+    with torch.inference_mode():
+        for name, call in found.items():
+            rounds, n = [], calls // (10 if name == "eager" else 1)
             for _ in range(7):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                for _ in range(calls // (10 if name == "eager" else 1)):
+                for _ in range(n):
                     call()
                 torch.cuda.synchronize()
-                rounds.append((time.perf_counter() - start) / (calls // (10 if name == "eager" else 1)) * 1e6)
-        result[name] = round(statistics.median(rounds), 3)
+                rounds.append((time.perf_counter() - start) / n * 1e6)
+            result[name] = round(statistics.median(rounds), 2)
     return result
 
 
@@ -309,8 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["production", "paths", "other", "host"])
     parser.add_argument("--rows", nargs="+", default=list(PRODUCTION))
-    parser.add_argument("--no-eager", action="store_true")
-    parser.add_argument("--no-inductor", action="store_true")
+    parser.add_argument("--no-models", action="store_true", help="leave out eager and stock Inductor")
     parser.add_argument("--commit", default="", help="the git commit, where git is not at hand")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--out", type=Path)
@@ -332,9 +346,9 @@ def main() -> None:
 
     if "production" in options.parts:
         data["production"] = {}
-        for (name, (row, contract, table)), case in zip(production.items(), todo, strict=True):
-            stock = (contract, table) in (("bf16-chain", BF16), ("fp32-rope", FP32)) and not options.no_inductor
-            r = measure(lib, case, not options.no_eager, stock, [rope.AUTO], options.replays)
+        for (name, (row, contract, _)), case in zip(production.items(), todo, strict=True):
+            models = contract in ("bf16-chain", "fp32-rope") and not options.no_models
+            r = measure(lib, case, models, [rope.AUTO], options.replays)
             if row in EARLIER and contract == "bf16-chain":
                 peer, peer_floor = EARLIER[row]
                 r["earlier_kernel"] = peer
@@ -348,13 +362,13 @@ def main() -> None:
             for seq in (126, 256, 512, 1024, 1536, 3072):
                 case = Case(Side(seq), Side(seq), d)
                 data["paths"][f"s{seq} d={d}"] = r = measure(
-                    lib, case, False, False, [rope.AUTO, rope.PAIR, rope.ROW], options.replays
+                    lib, case, False, [rope.AUTO, rope.PAIR, rope.ROW], options.replays
                 )
                 print(line(f"s{seq} d={d}", r), flush=True)
     if "other" in options.parts:
         data["other"] = {}
         for name, case in others.items():
-            data["other"][name] = measure(lib, case, False, False, [rope.AUTO], options.replays)
+            data["other"][name] = measure(lib, case, False, [rope.AUTO], options.replays)
             print(line(name, data["other"][name]), flush=True)
     if "host" in options.parts:
         data["host_us"] = host_cost()

@@ -307,16 +307,19 @@ EXPORT int __tvm_ffi_rope_launch(void* self, const TVMFFIAny* a, int32_t n, TVMF
     memset(&p.side[1], 0, sizeof p.side[1]);
   }
   if (status < 0) return -1;
+  if (status == 0 && c->shared &&
+      (!k || tensor(&a[9]) || p.side[0].seq != p.side[1].seq || p.side[0].batch != p.side[1].batch ||
+       p.side[0].heads != p.side[1].heads))
+    return fail("ValueError", "rope kernel: q and k that share cos and sin must have the same batch, length and heads");
   result->type_index = kTVMFFIInt, result->zero_padding = 0, result->v_int64 = status;
   if (status) return 0;
 
   if (!vectors || path == PATH_ANY) {
     entry = ANY;
   } else {
-    const LtxRopeSide *sq = &p.side[0], *sk = &p.side[1];
-    int pair = c->shared && c->kernels[PAIR] && k && sq->cos == sk->cos && sq->sin == sk->sin && sq->seq == sk->seq &&
-               sq->batch == sk->batch && sq->heads == sk->heads && path != PATH_ROW;
-    if (pair && path == PATH_AUTO && !c->per_head) pair = (int64_t)sq->seq * sq->batch * c->norm >= PAIR_MIN_ELEMENTS;
+    int pair = c->kernels[PAIR] && path != PATH_ROW;
+    if (pair && path == PATH_AUTO && !c->per_head)
+      pair = (int64_t)p.side[0].seq * p.side[0].batch * c->norm >= PAIR_MIN_ELEMENTS;
     entry = pair ? PAIR : ROW;
   }
   if (path == PATH_DRY) return 0;

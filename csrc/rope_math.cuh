@@ -182,6 +182,17 @@ __device__ __forceinline__ void store_streamed(void* p, const u32 (&r)[4]) {
 __device__ __forceinline__ void end_of_loads(int size) {
   while (size < 0) asm volatile("" ::: "memory");
 }
+// The row of a CTA in a kernel that does one row per CTA. Where q and k share cos and sin, their rows take turns, so that the
+// second finds the tables in L2 (N = 16384: read from memory again, they would be a sixth of the bytes).
+struct RowOfBlock {
+  bool later;  // a row of side[1]
+  ltx_i64 s;
+};
+__device__ __forceinline__ RowOfBlock row_of_block(const LtxRopeParams& p) {
+  if constexpr (kShared) return {(blockIdx.x & 1) != 0, blockIdx.x >> 1};
+  const bool later = (int)blockIdx.x >= p.side[0].seq;
+  return {later, later ? blockIdx.x - p.side[0].seq : blockIdx.x};
+}
 __device__ __forceinline__ const char* table_at(const void* base, ltx_i64 element) {
   return (const char*)base + element * TABLE_BYTES;
 }

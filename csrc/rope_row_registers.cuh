@@ -4,7 +4,7 @@
 //         and stores
 // grid    x: GROUPS = 2: tokens; group 0 does the q row and group 1 the k row, and what both read of cos and sin comes
 //            from device memory once and from L1 the second time
-//            GROUPS = 1: rows: the q rows, then the k rows, each with its own cos and sin
+//            GROUPS = 1: rows: the q rows, then the k rows, each with its own cos and sin (alternately if they share them)
 //         y: batch
 // bytes   every byte of x, cos, sin and out moves once; weights come from L1
 //
@@ -30,7 +30,7 @@ constexpr int CHUNK_HEADS = 512 / D;
 // (N = 8192: 83 against 90 us).
 constexpr bool kWeightsFirst = CHUNKS > 8;
 
-constexpr int blocks_per_sm(int groups) {
+__host__ __device__ constexpr int blocks_per_sm(int groups) {
   const int registers = CHUNKS * (4 + 2 * TABLE_WORDS) + 30;
   const int fit = 65536 / (LTX_REGISTER_THREADS * registers);  // groups; 4 schedulers share the register file evenly,
   return fit / 2 * 2 / groups > 12 ? 12 : fit / 2 * 2 / groups;  // so that an odd number of 2-warp groups gains nothing
@@ -62,10 +62,10 @@ template <int GROUPS>
 __device__ __forceinline__ void rope_row_registers(const LtxRopeParams& p) {
   constexpr int T = LTX_REGISTER_THREADS;
   const int i = threadIdx.x % T, group = GROUPS == 2 ? threadIdx.x / T : 0, b = blockIdx.y;
-  const bool later = GROUPS == 1 && (int)blockIdx.x >= p.side[0].seq;
-  const LtxRopeSide& side = p.side[GROUPS == 2 ? group : later];
+  const RowOfBlock row = GROUPS == 1 ? row_of_block(p) : RowOfBlock{false, blockIdx.x};
+  const LtxRopeSide& side = p.side[GROUPS == 2 ? group : row.later];
   const LtxRopeSide& tables = GROUPS == 2 ? p.side[0] : side;
-  const ltx_i64 s = later ? blockIdx.x - p.side[0].seq : blockIdx.x;
+  const ltx_i64 s = row.s;
   if (GROUPS == 1 && b >= side.batch) return;
 
   const int head = i / HALF_VECS, within = i % HALF_VECS * 4;  // in the chunk; in the half head

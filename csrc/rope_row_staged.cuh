@@ -2,7 +2,7 @@
 //
 // group   128 threads do one row, in torch's own mapping: thread t sums vectors (4 elements) t, t + 128, ...; warp tree
 //         16, 8, 4, 2, 1; (w0 + w2) + (w1 + w3). Nothing about the order has to be emulated
-// grid    x: GROUPS = 2: tokens, group 0 does q and group 1 does k; GROUPS = 1: q rows, then k rows;  y: batch
+// grid    x: GROUPS = 2: tokens, group 0 does q and group 1 does k; GROUPS = 1: rows of q and k;  y: batch
 // shared  the row, 2 * N bytes, written while it is summed; the barrier of the sum also publishes it, and afterwards
 //         thread t takes the rotation pairs t, t + 128, ... (a pair: vector j of a first half and vector j of the second)
 //         Where half a head is no whole number of 32-byte sectors, its results go back into the row and are stored from
@@ -26,10 +26,10 @@ __device__ __forceinline__ void rope_row_staged(const LtxRopeParams& p) {
   constexpr int AHEAD = PAIR_STEPS < MOST ? PAIR_STEPS : MOST;
   constexpr int BATCH = kVectors || VEC_STEPS < 8 ? VEC_STEPS : 8;    // vectors requested together
   const int t = threadIdx.x % T, group = GROUPS == 2 ? threadIdx.x / T : 0, b = blockIdx.y;
-  const bool later = GROUPS == 1 && (int)blockIdx.x >= p.side[0].seq;
-  const LtxRopeSide& side = p.side[GROUPS == 2 ? group : later];
+  const RowOfBlock block = GROUPS == 1 ? row_of_block(p) : RowOfBlock{false, blockIdx.x};
+  const LtxRopeSide& side = p.side[GROUPS == 2 ? group : block.later];
   const LtxRopeSide& tables = GROUPS == 2 ? p.side[0] : side;
-  const ltx_i64 s = later ? blockIdx.x - p.side[0].seq : blockIdx.x;
+  const ltx_i64 s = block.s;
   if (GROUPS == 1 && b >= side.batch) return;
 
   __shared__ uint2 rows[GROUPS][ROW_VECS];

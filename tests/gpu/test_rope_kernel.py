@@ -162,6 +162,15 @@ def test_misaligned_and_strided_weight() -> None:
     assert all(differing(a, b) == 0 for a, b in zip(found, expected, strict=True))
 
 
+def test_eps_zero() -> None:
+    """Exact for rows of 2^n elements; elsewhere the division could show (mean_of in rope_math.cuh): the reference."""
+    case = replace(HIDDEN_4096, q=replace(HIDDEN_4096.q, eps=0.0), k=replace(HIDDEN_4096.q, eps=0.0))
+    check(case)
+    other = replace(case, head_dim=96)
+    prepare([other])
+    assert run(other, make(other, 0)) is None
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 def test_offsets_beyond_2_31_in_a_view(per_head: bool) -> None:
     """Rows 2^20 elements apart: the last one starts past 2^31."""

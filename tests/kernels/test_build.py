@@ -1,0 +1,217 @@
+"""Building: which compiler is used, what is found again, and what is said when nothing can be built."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ltx_inductor.kernels import build, compilers, rope, sources, store
+from ltx_inductor.kernels.compilers import Compiler
+
+needs_nvcc = pytest.mark.skipif(compilers.find_nvcc() is None, reason="no nvcc")
+needs_nvrtc = pytest.mark.skipif(compilers.find_nvrtc() is None, reason="no NVRTC")
+needs_cc = pytest.mark.skipif(compilers.find_cc() is None, reason="no C compiler")
+SPEC = rope.Spec("bf16-chain", torch.bfloat16, torch.bfloat16, 64, 512, False)
+KERNEL = {
+    "dtype": torch.bfloat16,
+    "table_dtype": torch.bfloat16,
+    "head_dim": 64,
+    "hidden": 512,
+    "contract": "bf16-chain",
+    "per_head": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(rope, "_images", {})
+    rope._library.cache_clear()
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        monkeypatch.setattr(compilers, f"find_{name}", lambda: None)
+
+
+@pytest.mark.parametrize("spelling", [(9, 0), "9.0", "9.0a", "90", "90a", "sm_90", "sm_90a"])
+def test_spellings_of_an_arch(spelling: str | tuple[int, int]) -> None:
+    assert build.arch_number(spelling) == "90"
+
+
+@pytest.mark.parametrize("wrong", ["7.5", "hopper", "", "13.0", (7, 5)])
+def test_an_arch_that_is_none(wrong: str | tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="expected a compute capability"):
+        build.arch_number(wrong)
+
+
+def test_two_digit_major() -> None:
+    assert build.arch_number("12.0") == build.arch_number((12, 0)) == "120"
+
+
+@needs_nvcc
+def test_a_finished_artefact_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = build.cubin(SPEC.name, "90", SPEC.flags)
+    assert image.startswith(b"\x7fELF")
+    without(monkeypatch, "nvcc", "nvrtc")
+    assert build.cubin(SPEC.name, "90", SPEC.flags) == image
+    with pytest.raises(build.MissingToolError, match=r"install the CUDA toolkit, or NVRTC"):
+        build.cubin(SPEC.name, "89", SPEC.flags)
+
+
+@needs_nvcc
+def test_a_truncated_artefact_is_built_again() -> None:
+    image = build.cubin(SPEC.name, "90", SPEC.flags)
+    (path,) = store.cache_root().rglob("*.cubin")
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(build.MissingToolError, match="not in the cache"):
+        build.cubin(SPEC.name, "90", SPEC.flags, build=False)
+    assert build.cubin(SPEC.name, "90", SPEC.flags) == image
+
+
+@needs_nvrtc
+def test_nvrtc_stands_in_for_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "nvcc")
+    assert build.cubin(SPEC.name, "90", SPEC.flags).startswith(b"\x7fELF")
+    (path,) = store.cache_root().rglob("*.cubin")
+    assert ".nvrtc-" in path.name
+
+
+@needs_nvrtc
+def test_nvcc_that_fails_is_replaced_by_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: Compiler("nvcc", "/bin/false", "0.0.0"))
+    assert build.cubin(SPEC.name, "90", SPEC.flags).startswith(b"\x7fELF")
+
+
+def test_the_output_of_a_failing_compiler_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: Compiler("nvcc", "/bin/false", "0.0.0"))
+    without(monkeypatch, "nvrtc")
+    with pytest.raises(build.BuildError, match="failed with exit code 1"):
+        build.cubin(SPEC.name, "90", SPEC.flags)
+
+
+@needs_nvcc
+@needs_cc
+def test_prepare_is_idempotent_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rope.prepare((9, 0), **KERNEL) is None
+    without(monkeypatch, "nvcc", "nvrtc", "cc")
+    assert rope.prepare((9, 0), **KERNEL) is None
+    reason = rope.prepare((9, 0), **{**KERNEL, "hidden": 1024})
+    assert reason is not None
+    assert "install" in reason
+
+
+@needs_nvcc
+def test_prepare_without_a_c_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "cc")
+    reason = rope.prepare((9, 0), **KERNEL)
+    assert reason is not None
+    assert reason.startswith("no C compiler")
+
+
+@needs_nvcc
+@needs_cc
+def test_prepare_with_a_cache_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path / "file"))
+    reason = rope.prepare((9, 0), **KERNEL)
+    assert reason is not None
+    assert "set LTX_INDUCTOR_CACHE" in reason
+
+
+@needs_cc
+def test_the_launcher_loads_and_refuses_wrong_arguments() -> None:
+    library = rope._library()
+    with pytest.raises(ValueError, match="rope_open takes 11 arguments"):
+        library.get_function("rope_open")(1)
+    with pytest.raises(ValueError, match="rope_launch takes 17 arguments"):
+        library.get_function("rope_launch")(1)
+
+
+@needs_nvcc
+@needs_cc
+def test_prebuild(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "PRODUCTION", (SPEC,))
+    built = build.prebuild(["9.0a", "8.0"])
+    assert [arch for arch, _ in built] == ["9.0a", "8.0"]
+    names = sorted(f.name for f in Path(built[0][1]).glob("*.cubin"))
+    assert [re.search(r"sm_\d+", n)[0] for n in names] == ["sm_80", "sm_90"]  # type: ignore[index]
+    with pytest.raises(ValueError, match="expected a compute capability"):
+        build.prebuild(["sm_20"])
+
+
+def test_toolchain_names_everything() -> None:
+    assert set(build.toolchain()) == {"nvcc", "nvrtc", "cc", "tvm_ffi", "cache"}
+
+
+def test_the_digest_is_of_contents_not_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sources.source_digest.__wrapped__()
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(sources.csrc_dir(), copy)
+    monkeypatch.setattr(sources, "csrc_dir", lambda: copy)
+    assert sources.source_digest.__wrapped__() == before
+    (copy / "rope_math.cuh").write_text((copy / "rope_math.cuh").read_text() + "\n")
+    assert sources.source_digest.__wrapped__() != before
+
+
+def test_importing_touches_neither_cuda_nor_tvm_ffi() -> None:
+    code = (
+        "import sys, torch, ltx_inductor.kernels, ltx_inductor.kernels.rope\n"
+        "assert not torch.cuda.is_initialized() and 'tvm_ffi' not in sys.modules and 'filelock' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+TUNED = [s for s in rope.PRODUCTION if s.head_dim == 128]
+
+
+def resources(spec: rope.Spec, arch: str, tmp_path: Path) -> str:
+    nvcc = compilers.find_nvcc()
+    assert nvcc is not None
+    command = [nvcc.path, "-cubin", f"-arch=sm_{arch}", "-O3", "-Xptxas", "-v", *sources.DEVICE_FLAGS, *spec.flags]
+    done = subprocess.run(
+        [*command, str(sources.csrc_dir() / "rope.cu"), "-o", str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "warning" not in done.stderr.lower()
+    return done.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "103", "120", "121"])
+def test_every_arch_compiles_without_spills(arch: str, tmp_path: Path) -> None:
+    for spec in (TUNED[0], replace(TUNED[-2], layout="bhsd")):
+        text = resources(spec, arch, tmp_path)
+        assert set(re.findall(r"(\d+) bytes spill", text)) == {"0"}
+        assert set(re.findall(r"(\d+) bytes stack", text)) == {"0"}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("spec", rope.PRODUCTION, ids=lambda s: s.name)
+def test_production_kernels_do_not_spill(spec: rope.Spec, tmp_path: Path) -> None:
+    assert set(re.findall(r"(\d+) bytes spill", resources(spec, "90", tmp_path))) == {"0"}
+
+
+OTHERS = [
+    rope.Spec("fp32-all-result-muladd", torch.float16, torch.float32, 256, 8192, False, "bhsd", True),
+    rope.Spec("fp32-rope", torch.bfloat16, torch.float32, 40, 16360, False, "bshd", True),
+    rope.Spec("fp32-result-muladd", torch.float16, torch.float16, 248, 248, True, "bhsd", True),
+    rope.Spec("bf16-chain", torch.float16, torch.float16, 32, 32, True, "bshd", False),
+]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("spec", OTHERS, ids=lambda s: s.name)
+def test_corners_compile(spec: rope.Spec, tmp_path: Path) -> None:
+    resources(spec, "90", tmp_path)
