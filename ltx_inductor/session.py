@@ -11,6 +11,7 @@ Thread safe. `last_report()` is about the calling thread's last compile, or the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import weakref
@@ -25,6 +26,7 @@ from torch import fx
 from ltx_inductor import kernel_needs, report_store
 from ltx_inductor.rewrite.report import GraphReport, RewriteReport
 
+log = logging.getLogger("ltx_inductor")
 _KEPT_COMPILES = 16
 _NOTHING = "nothing was compiled with ltx_inductor in this process yet"
 _NO_REPORT = (
@@ -39,12 +41,14 @@ class BackendCall:
 
     key:     where its report is kept for other processes, or None where the caches are bypassed.
     kept:    what an earlier compile of the same graph has left there.
+    missing: kernels that such a graph wants and that are not to be had here, as sentences.
     """
 
     compile_id: str
     key: str | None = None
     kept: report_store.Kept | None = None
     made: report_store.Kept = field(default_factory=report_store.Kept)
+    missing: list[str] = field(default_factory=list)
     cached: bool = False
     notes: list[str] = field(default_factory=list)
     settled: bool = False
@@ -70,6 +74,7 @@ class BackendCall:
             self.notes.append(_NO_REPORT)
             return
         self.cached = True
+        self.notes += self.missing
         self.made.graphs = [replace(g, pass_ms=0.0) for g in self.kept.graphs]
 
 
@@ -169,21 +174,21 @@ def _observed(pass_id: str | None) -> BackendCall:
         return _open(None, (), None)
     with _lock:
         call = _by_graph.get(gm)
-        if call is None:
-            call = _by_graph[gm] = _open(gm, frame.f_locals.get("example_inputs_", ()), pass_id)
-        return call
+    if call is None:  # a graph is compiled by one thread
+        call = _open(gm, frame.f_locals.get("example_inputs_", ()), pass_id)
+        with _lock:
+            _by_graph[gm] = call
+    return call
 
 
 def _open(gm: fx.GraphModule | None, example_inputs: Sequence[Any], pass_id: str | None) -> BackendCall:
     compile_id = torch._guards.CompileContext.current_compile_id()
     call = BackendCall("" if compile_id is None else str(compile_id))
     if gm is not None and pass_id is not None and _caches_enabled():
-        call.key = report_store.fingerprint(gm, example_inputs, pass_id)
-        call.made.frames = report_store.source_frames(gm)
-        call.kept = report_store.load(call.key, call.made.frames)
-    if call.kept is not None:
-        # The caches may answer now, and then nobody else makes the kernels ready.
-        call.notes += kernel_needs.ask_again(call.kept.needs, example_inputs)
+        try:
+            _look_up(call, gm, example_inputs, pass_id)
+        except Exception as error:  # the user's compile goes on without the report of an earlier one
+            log.warning("the kept report of a graph could not be looked up", exc_info=error)
     key = _compiled_callable() or call
     with _lock:
         compile_ = _compiles.pop(key, None) or _Compile()
@@ -193,6 +198,16 @@ def _open(gm: fx.GraphModule | None, example_inputs: Sequence[Any], pass_id: str
         while len(_compiles) > _KEPT_COMPILES:
             del _compiles[next(iter(_compiles))]
     return call
+
+
+def _look_up(call: BackendCall, gm: fx.GraphModule, example_inputs: Sequence[Any], pass_id: str) -> None:
+    """What an earlier compile of this graph has left, if any; makes its kernels ready."""
+    call.key = report_store.fingerprint(gm, example_inputs, pass_id)
+    call.made.frames = report_store.source_frames(gm)
+    call.kept = report_store.load(call.key, call.made.frames)
+    if call.kept is not None:
+        # The caches may answer now, and then nobody else makes the kernels ready.
+        call.missing = kernel_needs.ask_again(call.kept.needs, example_inputs)
 
 
 def _caches_enabled() -> bool:

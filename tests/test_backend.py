@@ -229,3 +229,13 @@ def test_called_by_hand():
     graph = torch.fx.symbolic_trace(stand_in.Model())
     torch.testing.assert_close(ltx_inductor.ltx_backend(graph, [X], options=CPU)(X), negated())
     assert ltx_inductor.last_report().count() == 1
+
+
+def test_a_report_that_cannot_be_looked_up_does_not_reach_the_user(monkeypatch):
+    def broken(*args):
+        raise KeyError("oops")
+
+    monkeypatch.setattr("ltx_inductor.report_store.fingerprint", broken)
+    with torch._inductor.config.patch(force_disable_caches=False):
+        torch.testing.assert_close(compiled()(X), negated())
+    assert ltx_inductor.last_report().count() == 1

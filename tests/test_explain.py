@@ -149,3 +149,9 @@ def test_training_still_works_under_explain():
     with torch.enable_grad():
         explain(lambda x: model(x).relu().sum().backward(), X)
     assert len(explain(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), X).graphs) == 1
+
+
+def test_a_module_compiled_in_place():
+    model = stand_in.Model()
+    model.compile(backend="ltx", options={"ltx_inductor.cpu": True})
+    assert explain(model, X).count() == 1
