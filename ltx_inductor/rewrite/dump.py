@@ -13,7 +13,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,22 @@ _SHORT = {
 def render(graph: fx.Graph) -> str:
     """`graph` as Python-like text, ending in a newline."""
     inputs = [f"    {n.name}{_annotation(n)},\n" for n in graph.nodes if n.op == "placeholder"]
-    lines = ["def graph(\n", *inputs, "):\n"] if inputs else ["def graph():\n"]
+    head = ["def graph(\n", *inputs, "):\n"] if inputs else ["def graph():\n"]
+    return "".join(head) + _body(graph.nodes)
+
+
+def excerpt(first: fx.Node, last: fx.Node) -> str:
+    """The part of a graph from one node to another, both included, as `render` writes it."""
+    nodes = [first]
+    while nodes[-1] is not last and nodes[-1].op != "output":
+        nodes.append(nodes[-1].next)
+    return _body(nodes)
+
+
+def _body(nodes: Iterable[fx.Node]) -> str:
+    lines: list[str] = []
     last = ""
-    for node in graph.nodes:
+    for node in nodes:
         if node.op == "placeholder":
             continue
         where = "" if node.op == "output" else source_comment(node)

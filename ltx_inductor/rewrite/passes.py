@@ -17,9 +17,11 @@ from torch.fx import Graph, Node
 
 import ltx_inductor.ops  # noqa: F401  (registers the ops that the pass writes)
 from ltx_inductor.config import Config
+from ltx_inductor.rewrite import dump
 from ltx_inductor.rewrite.axes import SidePlan
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.pairs import Launch, pair_sides
+from ltx_inductor.rewrite.pictures import Pictures
 from ltx_inductor.rewrite.replace import Replacer
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, RewriteReport, Site
 from ltx_inductor.rewrite.search import search
@@ -67,11 +69,12 @@ def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) 
     kernels: asked for every side on a device with kernels; None accepts all (the op then runs its reference).
     Raises LostFusionError with `config.strict` if anything was refused; nothing else.
     """
-    start = time.perf_counter()
     report = GraphReport(nodes=len(graph.nodes))
+    pictures = Pictures(graph, config.dump) if config.dump or dump.wanted() else None
+    start = time.perf_counter()
     if RULE in config.rules:
         try:
-            _run(graph, config, kernels, report)
+            _run(graph, config, kernels, report, pictures)
         except Exception as e:  # the user's compile goes on without us
             log.exception("internal error; the graph is left as it is from here on")
             report.refusals.append(
@@ -83,12 +86,14 @@ def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) 
                 )
             )
     report.pass_ms = (time.perf_counter() - start) * 1e3
+    if pictures:
+        report.notes += pictures.finish()
     if config.strict and report.refusals:
         raise LostFusionError(f"strict: something was left alone\n{RewriteReport([report])}")
     return report
 
 
-def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphReport) -> None:
+def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphReport, pictures: Pictures | None) -> None:
     view = GraphView(graph)
     found = search(view)
     refusals: list[tuple[float, Refusal]] = []
@@ -106,13 +111,15 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
             refuse(side.side.result, _on_the_cpu())
         else:
             kept.append(side)
-    replacer = Replacer(view)
+    launches = pair_sides(view, kept)
+    replacer = Replacer(view, launches)
     sites: list[tuple[float, Site]] = []
     pairs = 0
-    for launch in pair_sides(view, kept):
+    for launch in launches:
         described = [(s, _shapes(s), source_line(s.side.statistic.rstd)) for s in launch.sides]
         try:
             report.notes += _ask(kernels, launch)
+            before = pictures.before(view, launch) if pictures else None
             op = replacer.replace(launch)
         except Refuse as e:
             for s, _, _ in described:
@@ -125,6 +132,8 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
             name = str(op.target).removesuffix(".default").replace(".", "::")
             site = Site(RULE, name, role, number, source, shapes, s.side.contract.name, s.side.result.name)
             sites.append((view.order[s.side.result], site))
+        if pictures and before:
+            pictures.after(before, f"{RULE} {described[0][2]}")
     replacer.finish()
     graph.lint()
     report.sites += [s for _, s in sorted(sites, key=lambda t: t[0])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.fx.node import map_arg
 from ltx_inductor.rewrite.axes import Plan, SidePlan, result_axes
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.layout import aten
-from ltx_inductor.rewrite.pairs import Launch
+from ltx_inductor.rewrite.pairs import Launch, input_nodes
 from ltx_inductor.rewrite.size import Size, product
 from ltx_inductor.rewrite.view import GraphView
 
@@ -90,13 +91,14 @@ def _run_fake(target: Any, values: Any) -> Any:
 class Replacer:
     """Replaces launches of one graph, in program order.
 
-    Tables that several launches read in one form are written once, behind their root. Replaced chains are removed by
-    `finish`, when no launch can refer to them any more.
+    Tables that several launches read in one form are written once, behind their root. Replaced chains are removed at
+    once, but for nodes that a later launch may refer to; those go in `finish`.
     """
 
-    def __init__(self, view: GraphView) -> None:
+    def __init__(self, view: GraphView, launches: Sequence[Launch]) -> None:
         self.view = view
         self._writer = Writer(view)
+        self._pending = {n for launch in launches for s in launch.sides for n in input_nodes(s)}
         self._tables: dict[Plan, Node] = {}
         self._replaced: dict[Node, Node] = {}
 
@@ -117,12 +119,12 @@ class Replacer:
             old.replace_all_uses_with(new)
             new.meta = {**old.meta, "val": new.meta["val"]}
             self._replaced[old] = new
+        _remove_dead(self.view.graph, [s.side.result for s in launch.sides], self._pending)
         return op
 
     def finish(self) -> None:
-        """Removes the replaced values and what only they needed."""
-        for old in self._replaced:
-            _remove_dead(self.view.graph, old)
+        """Removes the replaced values, and what only they needed and was kept for a later launch."""
+        _remove_dead(self.view.graph, list(self._replaced), set())
 
     def _now(self, p: Plan) -> Plan:
         """The plan with its root as it is now: the root may be the result of an earlier launch."""
@@ -256,12 +258,12 @@ def _form(t: torch.Tensor) -> str:
     return f"{t.dtype} {tuple(t.shape)} with strides {tuple(t.stride())}"
 
 
-def _remove_dead(graph: Graph, start: Node) -> None:
-    """Removes the replaced value and what only it needed; inputs and impure nodes stay."""
-    todo = [start]
+def _remove_dead(graph: Graph, start: Sequence[Node], keep: set[Node]) -> None:
+    """Removes `start` and what only it needed, where nothing reads it; inputs, impure nodes and `keep` stay."""
+    todo = list(start)
     while todo:
         n = todo.pop()
-        if n.op != "call_function" or n.users or n._erased or n.is_impure():
+        if n.op != "call_function" or n.users or n in keep or n._erased or n.is_impure():
             continue
         inputs = n.all_input_nodes
         graph.erase_node(n)

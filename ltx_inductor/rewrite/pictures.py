@@ -1,0 +1,52 @@
+"""The dumps of one pass over one graph: taken before and after, as a whole and around every rewrite."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch.fx import Graph, Node
+
+from ltx_inductor.rewrite import dump
+from ltx_inductor.rewrite.pairs import Launch, input_nodes
+from ltx_inductor.rewrite.view import GraphView
+
+_numbers = itertools.count()
+
+
+class Pictures:
+    """Collects renderings; `finish` writes them to `folder` (None: nowhere) and to the listeners of dump.emit."""
+
+    def __init__(self, graph: Graph, folder: str | None) -> None:
+        self._graph, self._folder = graph, folder
+        self._whole = dump.render(graph)
+        self._sites: list[tuple[str, str]] = []
+
+    def before(self, view: GraphView, launch: Launch) -> tuple[Node, Node, str] | None:
+        """(first and last node of an excerpt that both survive the rewrite, the excerpt); None without a folder."""
+        if self._folder is None:
+            return None
+        first = min((n for s in launch.sides for n in input_nodes(s)), key=view.order.__getitem__)
+        while first.op == "placeholder" and first.next.op == "placeholder":
+            first = first.next
+        readers = [u for s in launch.sides for u in s.side.result.users if u in view.order]
+        if not readers or first not in view.order:
+            return None
+        last = max(readers, key=view.order.__getitem__)
+        return first, last, dump.excerpt(first, last)
+
+    def after(self, before: tuple[Node, Node, str], name: str) -> None:
+        first, last, text = before
+        self._sites.append((name, dump.unified(text, dump.excerpt(first, last), name)))
+
+    def finish(self) -> list[str]:
+        """Notes for the report: a folder that cannot be written must not stop the compile."""
+        after = dump.render(self._graph)
+        if dump.wanted():
+            dump.emit(f"graph_{next(_numbers)}", self._whole, after)
+        if self._folder is None:
+            return []
+        try:
+            target = dump.write(self._folder, None, self._whole, after, self._sites)
+        except OSError as e:
+            return [f"the dump could not be written to {self._folder}: {e}"]
+        return [f"dump: {target}"]
