@@ -8,6 +8,7 @@ atom splits it, and every coordinate that mentions it sees the parts when it is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,15 @@ class Refuse(Exception):
     def __init__(self, reason: str, *, expected: str = "", found: str = "", hint: str = "") -> None:
         super().__init__(reason)
         self.reason, self.expected, self.found, self.hint = reason, expected, found, hint
+
+
+def internal_error(error: Exception) -> Refuse:
+    """A defect of ours, as a refusal: the user's compile goes on without this rewrite. To be called in its handler."""
+    logging.getLogger("ltx_inductor").warning("internal error; left unfused", exc_info=True)
+    return Refuse(
+        f"internal error in the rule: {type(error).__name__}: {error}",
+        hint="the model is compiled without this rewrite; please report it with the log above",
+    )
 
 
 class BadLeaf(Refuse):

@@ -19,7 +19,7 @@ import ltx_inductor.ops  # noqa: F401  (registers the ops that the pass writes)
 from ltx_inductor.config import Config
 from ltx_inductor.rewrite import dump
 from ltx_inductor.rewrite.axes import SidePlan
-from ltx_inductor.rewrite.digits import Refuse
+from ltx_inductor.rewrite.digits import Refuse, internal_error
 from ltx_inductor.rewrite.pairs import Launch, pair_sides
 from ltx_inductor.rewrite.pictures import Pictures
 from ltx_inductor.rewrite.replace import Replacer
@@ -76,15 +76,8 @@ def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) 
         try:
             _run(graph, config, kernels, report, pictures)
         except Exception as e:  # the user's compile goes on without us
-            log.exception("internal error; the graph is left as it is from here on")
-            report.refusals.append(
-                Refusal(
-                    RULE,
-                    f"internal error in the rule: {type(e).__name__}: {e}",
-                    hint="the model is compiled without this rewrite; please report it with the output of "
-                    'TORCH_LOGS="+ltx_inductor"',
-                )
-            )
+            why = internal_error(e)
+            report.refusals.append(Refusal(RULE, why.reason, hint=why.hint))
     report.pass_ms = (time.perf_counter() - start) * 1e3
     if pictures:
         report.notes += pictures.finish()
@@ -121,9 +114,9 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
             report.notes += _ask(kernels, launch)
             before = pictures.before(view, launch) if pictures else None
             op = replacer.replace(launch)
-        except Refuse as e:
+        except Exception as e:  # the replacer has taken its nodes out again
             for s, _, _ in described:
-                refuse(s.side.result, e)
+                refuse(s.side.result, e if isinstance(e, Refuse) else internal_error(e))
             continue
         number = None
         if len(launch.sides) == 2:

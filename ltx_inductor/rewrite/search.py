@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ltx_inductor.rewrite.axes import SidePlan, has_strides_of_result, plan_side
-from ltx_inductor.rewrite.digits import Refuse
+from ltx_inductor.rewrite.digits import Refuse, internal_error
 from ltx_inductor.rewrite.layout import FLIP, JOIN, LAYOUT
 from ltx_inductor.rewrite.legality import check_region
 from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
@@ -42,7 +42,10 @@ def search(view: GraphView) -> Found:
     statistics, others = find_statistics(view.graph, view.sizes)
     rstds = {s.rstd for s in statistics} | {o.rstd for o in others}
     for statistic in statistics:
-        _search_one(view, statistic, rstds, out)
+        try:
+            _search_one(view, statistic, rstds, out)
+        except Exception as e:  # one region we cannot read must not cost the others
+            out.misses.append(Miss(statistic.rstd, internal_error(e), LIFT, frozenset({statistic.rstd})))
     for other in others:
         _other_norm(view, other, rstds, out)
     return out
