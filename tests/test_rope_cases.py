@@ -58,7 +58,7 @@ def count(gm: torch.fx.GraphModule, target: str) -> int:
 
 def check_bits(case: Case, module, inputs, before: Traced, after: torch.fx.GraphModule) -> None:
     """Same bits as the graph before, and as eager, for draws in which every kind of token meets every position."""
-    decomposed = not ADDCMUL_KEPT and case.contract not in (None, "bf16-chain") and "muladd" not in case.contract
+    decomposed = not ADDCMUL_KEPT and case.contract != "bf16-chain" and "muladd" not in (case.contract or "")
     if not case.head_dim:
         if not decomposed:
             assert bit_difference(run_graph(after, before.args), run_graph(before.gm, before.args)) is None
@@ -124,7 +124,10 @@ def test_either(case: Case, mode: str) -> None:
     report = rewrite(after.graph)
     assert report.sites or report.refusals
     assert not any("internal error" in r for r in texts(report))
-    check_bits(case, module, inputs, graphs[0], after)
+    if report.sites:
+        check_bits(case, module, inputs, graphs[0], after)
+    else:
+        assert str(after.graph) == str(graphs[0].gm.graph)
 
 
 @pytest.mark.parametrize("case", [spellings.CASES[0], refusals.CASES[0]], ids=str)

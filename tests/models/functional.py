@@ -15,15 +15,15 @@ R = D // 2
 
 
 class FromFunction(nn.Module):
-    """forward(x, cos, sin, *weights), one weight for each of `sizes`."""
+    """forward(x, cos, sin, w), written as a function."""
 
-    def __init__(self, forward: Callable, sizes=(H * D,), dtype=BF16):
+    def __init__(self, forward: Callable, dtype=BF16):
         super().__init__()
         self.function = forward
-        self.ws = nn.ParameterList([bf16(n).to(dtype) for n in sizes])
+        self.w = nn.Parameter(bf16(H * D).to(dtype))
 
     def forward(self, x, cos, sin):
-        return self.function(x, cos, sin, *self.ws)
+        return self.function(x, cos, sin, self.w)
 
 
 def inputs_16():

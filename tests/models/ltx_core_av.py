@@ -39,7 +39,7 @@ def _core_attention(cross: bool = False, gated: bool = False) -> nn.Module:
             heads=HEADS,
             dim_head=VIDEO,
             rope_type=_core("rope").LTXRopeType.SPLIT,
-            attention_function=_core("attention").AttentionFunction.PYTORCH,
+            attention_function=_core("attention").PytorchAttention(),
             apply_gated_attention=gated,
         )
     )
@@ -69,7 +69,7 @@ def _core_block() -> nn.Module:
             t.TransformerConfig(V_DIM, HEADS, VIDEO, V_DIM),
             t.TransformerConfig(A_DIM, HEADS, AUDIO, A_DIM),
             rope_type=_core("rope").LTXRopeType.SPLIT,
-            attention_function=_core("attention").AttentionFunction.PYTORCH,
+            attention_function=_core("attention").PytorchAttention(),
         )
     )
     block.args_class = _core("transformer_args").TransformerArgs

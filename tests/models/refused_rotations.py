@@ -130,7 +130,7 @@ WRONG += [
         inputs_fp32,
         notes="the CPU fuses it, CUDA rounds the product first",
     ),
-    refuse("addcmul-value-2", r"(?i)value|scale", with_rotation(halves(first, twice_by_value))),
+    refuse("addcmul-value-2", r"(?i)value|scale|cos and sin", with_rotation(halves(first, twice_by_value))),
 ]
 
 
