@@ -309,7 +309,7 @@ def environment() -> dict[str, Any]:
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "nvcc": nvcc.version if nvcc else None,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": "python benchmarks/rope.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/rope.py " + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:]),
         "kernel_sources": __import__("ltx_inductor.kernels", fromlist=["x"]).source_digest()[:16],
     }
 
