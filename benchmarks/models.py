@@ -72,7 +72,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, a: Tensor, text: Tensor, text_a: Tensor, mods: list[Tensor], tables: list[Any]) -> Any:
         """x [B, S, 4096], a [B, S_audio, 2048], text [B, T, 4096], text_a [B, T, 2048]; mods and tables as `inputs`."""
         names = ("video", "audio", "ca_video", "ca_audio")
-        return self.block(x, a, text, text_a, *mods, **{f"{n}_rotary_emb": t for n, t in zip(names, tables, strict=True)})
+        return self.block(
+            x, a, text, text_a, *mods, **{f"{n}_rotary_emb": t for n, t in zip(names, tables, strict=True)}
+        )
 
     @classmethod
     def inputs(cls, tokens: int, audio_tokens: int = 126, text_tokens: int = 1024) -> tuple[Any, ...]:

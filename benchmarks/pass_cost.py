@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.models import transformer
-from tests.harness import copy_graph, trace
-
 from ltx_inductor.config import Config
 from ltx_inductor.rewrite.passes import rewrite_graph
+from tests.harness import copy_graph, trace
 
 
 class _Called(nn.Module):
