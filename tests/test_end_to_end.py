@@ -92,7 +92,6 @@ def test_rules_can_be_turned_off():
     assert (report.sites, report.refusals) == ([], [])
 
 
-@pytest.mark.xfail(reason="the pass does not write dumps yet", strict=False)
 def test_dumps(tmp_path):
     torch._dynamo.reset()
     options = {"ltx_inductor.cpu": True, "ltx_inductor.dump": tmp_path}
