@@ -119,14 +119,14 @@ def _compile(model: Any, inputs: dict[str, Any], folder: str) -> RewriteReport:
 
 def _print_diff(console: Console, folder: Path) -> None:
     """The first rewrite's own diff, or the first hunk of the graph's."""
-    from rich.syntax import Syntax
-
     diffs = sorted(folder.rglob("0*.diff")) or sorted(folder.rglob("graph.diff"))
     if not diffs:
         return
-    text = diffs[0].read_text()
     console.print(f"\none rewrite, of the {len(diffs)} dumped (option ltx_inductor.dump):")
-    console.print(Syntax(text if len(text) < 8000 else text[:8000] + "\n...", "diff", word_wrap=True))
+    colours = {"+": "green", "-": "red", "@": "cyan"}
+    for line in diffs[0].read_text().splitlines():
+        console.print(line, style=colours.get(line[:1]), markup=False, highlight=False)
+    console.print()
 
 
 def _record(model: Any, ltx2: Any, inputs: dict[str, Any]) -> list[Side]:
