@@ -21,7 +21,7 @@ demo: $(VENV)/.demo
 	$(RUN) -m ltx_inductor demo
 
 test: $(VENV)/.dev
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .

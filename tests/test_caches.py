@@ -23,6 +23,7 @@ from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
 from tests import stand_in
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("test_caches")  # one worker: the module's fixture is expensive
 STRICT = {"ltx_inductor.cpu": True, "ltx_inductor.strict": True}
 
 

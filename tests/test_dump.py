@@ -19,6 +19,7 @@ from ltx_inductor.rewrite import dump
 from tests import stand_in
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("test_dump")  # one worker: the module's fixture is expensive
 
 
 class Model(nn.Module):

@@ -15,6 +15,7 @@ import ltx_inductor
 from tests.end_to_end_child import QueriesAndKeys
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("test_end_to_end")  # one worker: the module's fixture is expensive
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 import ltx_inductor
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("test_import")  # one worker: the module's fixture is expensive
 CHILD = """
 import json, sys, time
 import torch
