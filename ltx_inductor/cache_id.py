@@ -20,7 +20,7 @@ from ltx_inductor.config import Config
 
 _PACKAGE = Path(__file__).resolve().parent
 # Every source that has a say in what the pass writes into a graph.
-_SOURCES = ("rewrite", "ops", "config.py", "contract.py", "joint_pass.py")
+_SOURCES = ("rewrite", "ops", "kernels", "config.py", "contract.py", "joint_pass.py", "kernel_needs.py")
 _CSRC = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")  # in a wheel, in a checkout
 
 
@@ -36,6 +36,7 @@ def cache_id(config: Config) -> str:
         f"rules {config.rules} cpu {config.cpu} strict {config.strict}",
         source_digest(),
         kernel_digest(),
+        f"kernels can be built: {_can_build()}",
         *_schemas(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -71,6 +72,15 @@ def digest_of_files(files: Iterable[Path], root: Path) -> str:
         hasher.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
         hasher.update(content)
     return hasher.hexdigest()
+
+
+def _can_build() -> bool:
+    """Part of the id, so that a graph that was left unfused for want of a compiler is compiled anew when there is one."""
+    if torch.version.cuda is None:
+        return False
+    from ltx_inductor.kernels.build import can_build
+
+    return can_build()
 
 
 def _schemas() -> list[str]:

@@ -9,6 +9,7 @@ it; where none is, any finished artefact of the same sources will do: a filled c
 from __future__ import annotations
 
 import functools
+import importlib.util
 import platform
 import re
 from collections.abc import Callable, Sequence
@@ -132,6 +133,12 @@ def prebuild(archs: list[str]) -> list[tuple[str, str]]:
         for spec in rope.PRODUCTION:
             cubin(spec.name, number, spec.flags)
     return [(arch, str(folder)) for arch in archs]
+
+
+def can_build() -> bool:
+    """Is everything here that building a kernel takes?"""
+    cuda = compilers.find_nvcc() or compilers.find_nvrtc()
+    return cuda is not None and compilers.find_cc() is not None and importlib.util.find_spec("tvm_ffi") is not None
 
 
 def toolchain() -> dict[str, Any]:

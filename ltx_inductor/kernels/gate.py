@@ -104,8 +104,8 @@ def _compare(need: Any, device: int, reference: Callable[..., Tensor], path: Pat
         torch.save({"x": [s.cpu() for s in sides], "weight": weight.cpu(), "cos": cos.cpu(), "sin": sin.cpu()}, repro)
         record["refusal"] = (
             f"the kernel for contract {need.contract} differs from eager in {wrong} of {record['elements']} elements "
-            f"on {record['device']} with torch {torch.__version__}, so it is not used; inputs: {repro.name} in the proofs "
-            "folder of the kernel cache (python -m ltx_inductor doctor says where)"
+            f"on {record['device']} with torch {torch.__version__}, so it is not used; inputs: {repro.name} in the "
+            "proofs folder of the kernel cache (python -m ltx_inductor doctor says where)"
         )
         log.error(record["refusal"])
     return record

@@ -9,6 +9,7 @@ from torch.fx import Node
 from ltx_inductor.rewrite.axes import SidePlan
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.layout import LAYOUT, aten
+from ltx_inductor.rewrite.region import computed_inside
 from ltx_inductor.rewrite.view import GraphView
 
 _METADATA = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
@@ -24,7 +25,7 @@ def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SideP
         )
     _check_subclasses(view, planned)
     _check_norm(planned)
-    inside = _replaced_nodes(planned, region)
+    inside = computed_inside(planned.side.result, region)  # redundant once the result is replaced
     _check_readers(view, planned, inside)
     _check_mutation(view, planned)
     _check_streams(planned, inside)
@@ -57,22 +58,6 @@ def _check_subclasses(view: GraphView, planned: SidePlan) -> None:
             expected="plain tensors",
             hint="compile the part of the model that works on plain local tensors",
         )
-
-
-def _replaced_nodes(planned: SidePlan, region: set[Node]) -> set[Node]:
-    """The nodes that are redundant once the result is replaced: everything between x, the tables and the result."""
-    side = planned.side
-    stop = {side.x.node, side.cos.node, side.sin.node}
-    if side.weight:
-        stop.add(side.weight.node)
-    seen: set[Node] = set()
-    todo = [side.result]
-    while todo:
-        n = todo.pop()
-        if n not in seen and n not in stop and (n in region or n is side.result):
-            seen.add(n)
-            todo += n.all_input_nodes
-    return seen
 
 
 def _check_readers(view: GraphView, planned: SidePlan, inside: set[Node]) -> None:

@@ -109,6 +109,17 @@ def looks_like_rotation(n: Node, region: Iterable[Node]) -> bool:
     return cut and join and table
 
 
+def computed_inside(n: Node, region: set[Node]) -> set[Node]:
+    """n and the nodes of the region that it is computed from."""
+    seen, todo = {n}, [n]
+    while todo:
+        for a in todo.pop().all_input_nodes:
+            if a in region and a not in seen:
+                seen.add(a)
+                todo.append(a)
+    return seen
+
+
 def reaches(start: Node, goal: Node, region: set[Node]) -> bool:
     """Is goal computed from start inside the region?"""
     seen, todo = {start}, [start]

@@ -12,7 +12,7 @@ from ltx_inductor.rewrite.layout import FLIP, JOIN, LAYOUT
 from ltx_inductor.rewrite.legality import check_region
 from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
 from ltx_inductor.rewrite.norm import NotANorm, Statistic, find_statistics
-from ltx_inductor.rewrite.region import derived_from, looks_like_rotation, reaches
+from ltx_inductor.rewrite.region import computed_inside, derived_from, looks_like_rotation, reaches
 from ltx_inductor.rewrite.rope import CASES, LIFT, TERMS, Reader, Side
 from ltx_inductor.rewrite.view import GraphView
 
@@ -80,9 +80,10 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
             if miss and (best is None or miss.stage > best.stage):
                 best = miss
     out.sides += sorted(found, key=lambda f: view.order[f.side.result])
+    for f in found:
+        out.covered |= computed_inside(f.side.result, region)
     if not found and best:
         out.misses.append(best)
-    if found or best:
         out.covered |= region
 
 

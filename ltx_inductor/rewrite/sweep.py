@@ -41,10 +41,9 @@ def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[tuple[N
         if n.op != "call_function" or n in taken or n not in view.live:
             continue
         if n.target in JOIN or n.target in _SUM:
-            walked = _rotation(n)
+            walked = _rotation(n, covered)
             if walked:
-                if not walked & covered:
-                    yield n, _reason(n, walked)
+                yield n, _reason(n, walked)
                 taken |= walked
         elif n.target is aten.view_as_real.default and _is_complex_rotation(n):
             yield (
@@ -57,12 +56,15 @@ def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[tuple[N
             )
 
 
-def _rotation(end: Node) -> set[Node] | None:
-    """The nodes between `end` and the value whose pieces it multiplies and adds, if it is the end of a rotation."""
+def _rotation(end: Node, covered: set[Node]) -> set[Node] | None:
+    """The nodes between `end` and the value whose pieces it multiplies and adds, if it is the end of a rotation.
+
+    Covered nodes are not walked: a key made from a rotated query is a rotation of its own.
+    """
     walked, todo = {end}, [end]
     while todo and len(walked) < _NEAR:
         for a in todo.pop(0).all_input_nodes:
-            if a not in walked and a.op == "call_function" and a.target in _WALKED:
+            if a not in walked and a not in covered and a.op == "call_function" and a.target in _WALKED:
                 walked.add(a)
                 todo.append(a)
     products = [n for n in walked if n.target in _MULTIPLY and len(n.all_input_nodes) > 1]
