@@ -75,7 +75,7 @@ def digest_of_files(files: Iterable[Path], root: Path) -> str:
 
 
 def _can_build() -> bool:
-    """Part of the id, so that a graph that was left unfused for want of a compiler is compiled anew when there is one."""
+    """Part of the id: a graph that was left unfused for want of a compiler is compiled anew when there is one."""
     if torch.version.cuda is None:
         return False
     from ltx_inductor.kernels.build import can_build
