@@ -1,12 +1,14 @@
 /* The host side of the RoPE kernels: checks a call's tensors, chooses the kernel, launches it. Plain C against the tvm-ffi
  * C ABI and the CUDA driver, so that a C compiler builds it in half a second: neither nvcc nor the CUDA headers are needed,
- * and one library serves every configuration and device.
+ * and one library serves every configuration and device. torch_dispatch.h makes the same launch the ops' CUDA kernel.
  *
  * Exported to tvm-ffi:
  *   rope_open(image address, bytes, head_dim, norm, per_head, fp16, table_f32, out_f32, exact_fp32, bhsd, shared) -> handle
  *   rope_load(handle, device)                     makes the kernels resident on a device, outside of any capture
  *   rope_launch(handle, stream, path, q, k|None, q_weight|None, k_weight|None, q_cos, q_sin, k_cos|None, k_sin|None,
  *               q_out, k_out|None, q_eps, k_eps, q_heads, k_heads) -> status
+ *   rope_serve(handle, device, contract address)  from now on the ops' own kernel launches it too (torch_dispatch.h)
+ *   rope_register(namespace address, key address, tuple address) -> 1 if it now is the ops' kernel
  * status: 0 launched; 1 run the reference: eager would sum in another order (contiguous x or weight off a multiple of 4
  * elements), or eps is so small that the kernel's division could show; 2 copy the weights to aligned, contiguous memory and call again. Bad arguments raise ValueError. */
 #define _GNU_SOURCE
@@ -82,6 +84,7 @@ enum Path { PATH_DRY = -1, PATH_AUTO, PATH_PAIR, PATH_ROW, PATH_ANY };
 typedef struct {
   int head_dim, norm, per_head, fp16, table_f32, out_f32, exact_fp32, bhsd, shared;
   int registers; /* the row kernels are rope_row_registers */
+  int device_type; /* kDLCUDA; kDLCPU: opened without an image, so that its launches can be looked at without a GPU */
   Handle kernels[ENTRIES]; /* NULL: not part of this configuration */
   Handle functions[MAX_DEVICES][ENTRIES];
   int resident[MAX_DEVICES];
@@ -132,11 +135,17 @@ EXPORT int __tvm_ffi_rope_open(void* self, const TVMFFIAny* a, int32_t n, TVMFFI
   int i, code;
   (void)self;
   if (n != 11) return fail("ValueError", "rope_open takes 11 arguments");
-  if (cu_open()) return -1;
   if (!(c = calloc(1, sizeof *c))) return fail("MemoryError", "rope_open");
   c->head_dim = (int)a[2].v_int64, c->norm = (int)a[3].v_int64, c->per_head = (int)a[4].v_int64, c->fp16 = (int)a[5].v_int64;
   c->table_f32 = (int)a[6].v_int64, c->out_f32 = (int)a[7].v_int64, c->exact_fp32 = (int)a[8].v_int64;
   c->bhsd = (int)a[9].v_int64, c->shared = (int)a[10].v_int64, c->registers = LTX_USES_REGISTERS(c->head_dim, c->norm, c->per_head);
+  result->type_index = kTVMFFIInt, result->zero_padding = 0, result->v_int64 = (int64_t)(intptr_t)c;
+  c->device_type = a[1].v_int64 ? kDLCUDA : kDLCPU;
+  if (c->device_type == kDLCPU) return 0;
+  if (cu_open()) {
+    free(c);
+    return -1;
+  }
   code = cu.LibraryLoadData(&library, (const void*)(intptr_t)a[0].v_int64, NULL, NULL, 0, NULL, NULL, 0);
   if (code) {
     free(c);
@@ -145,7 +154,6 @@ EXPORT int __tvm_ffi_rope_open(void* self, const TVMFFIAny* a, int32_t n, TVMFFI
   for (i = 0; i < ENTRIES; ++i)
     if (cu.LibraryGetKernel(&c->kernels[i], library, kEntryNames[i])) c->kernels[i] = NULL;
   if (!c->kernels[ROW] || !c->kernels[ANY]) return fail("RuntimeError", "rope_open: the image has no rope kernels");
-  result->type_index = kTVMFFIInt, result->zero_padding = 0, result->v_int64 = (int64_t)(intptr_t)c;
   return 0; /* lives as long as the process: graphs and captured launches refer to it */
 }
 
@@ -198,13 +206,13 @@ static int off_by(const void* p, int64_t a, int64_t b, int64_t c, int bytes) { /
   return ((uintptr_t)p % (4 * bytes)) != 0 || ((a | b | c) & 3) != 0;
 }
 
-/* Fills one side. *vectors is cleared where the side forbids them. Returns -1 (raised) or a status. */
+/* Fills one side, all but `out`. *vectors is cleared where the side forbids them. Returns -1 (raised) or a status. */
 static int read_side(const Config* c, const DLTensor* x, const DLTensor* w, const DLTensor* cos, const DLTensor* sin,
-                     const DLTensor* out, double eps, int64_t heads, LtxRopeSide* s, int* vectors) {
+                     double eps, int64_t heads, LtxRopeSide* s, int* vectors) {
   const int64_t D = c->head_dim;
   int64_t batch, seq;
   int table_bytes = c->table_f32 ? 4 : 2, i, status = 0;
-  if (!x || !cos || !sin || !out) return fail("ValueError", "rope kernel: x, cos, sin and out must be tensors");
+  if (!x || !cos || !sin) return fail("ValueError", "rope kernel: x, cos and sin must be tensors");
   if (x->ndim != (c->per_head ? 4 : 3) || !is_16(c, x))
     return fail("ValueError", "rope kernel: x must be [B, S, N] (norm over the row) or [B, S, H, D] (per head), of the dtype it was prepared for");
   batch = x->shape[0], seq = x->shape[1];
@@ -219,10 +227,11 @@ static int read_side(const Config* c, const DLTensor* x, const DLTensor* w, cons
   if (batch > 0x7fffffff || seq > 0x7ffffff0 || heads > 0x7fffffff || (c->per_head && seq * heads > 0x7fff0000))
     return fail("ValueError", "rope kernel: a dimension of x exceeds 2^31");
   if (x->device.device_id != cos->device.device_id || x->device.device_id != sin->device.device_id ||
-      x->device.device_type != kDLCUDA || cos->device.device_type != kDLCUDA || sin->device.device_type != kDLCUDA ||
-      (w && (w->device.device_type != kDLCUDA || w->device.device_id != x->device.device_id)))
+      (int)x->device.device_type != c->device_type || (int)cos->device.device_type != c->device_type ||
+      (int)sin->device.device_type != c->device_type ||
+      (w && ((int)w->device.device_type != c->device_type || w->device.device_id != x->device.device_id)))
     return fail("ValueError", "rope kernel: all tensors of a call must be on the same CUDA device");
-  s->x = address(x), s->cos = address(cos), s->sin = address(sin), s->out = address(out), s->weight = NULL;
+  s->x = address(x), s->cos = address(cos), s->sin = address(sin), s->out = NULL, s->weight = NULL;
   s->batch = (int)batch, s->seq = batch ? (int)seq : 0, s->heads = (int)heads, s->eps = (float)eps;
   s->x_b = stride(x, 0), s->x_s = stride(x, 1), s->x_e = stride(x, x->ndim - 1);
   s->x_h = c->per_head ? stride(x, 2) : D * s->x_e;
@@ -284,48 +293,70 @@ static int launch(const Config* c, enum Entry entry, int device, Handle stream, 
   return 0;
 }
 
-EXPORT int __tvm_ffi_rope_launch(void* self, const TVMFFIAny* a, int32_t n, TVMFFIAny* result) {
-  LtxRopeParams p;
-  Config* c;
-  const DLTensor *q, *k, *k_cos, *k_sin;
-  enum Entry entry;
-  int path, status, vectors = 1, pushed, failed, device;
-  (void)self;
-  if (n != 17) return fail("ValueError", "rope_launch takes 17 arguments");
-  c = (Config*)(intptr_t)a[0].v_int64, path = (int)a[2].v_int64;
-  q = tensor(&a[3]), k = tensor(&a[4]);
-  status = read_side(c, q, tensor(&a[5]), tensor(&a[7]), tensor(&a[8]), tensor(&a[11]), number(&a[13]), a[15].v_int64,
-                     &p.side[0], &vectors);
-  if (status == 0 && k) {
-    k_cos = tensor(&a[9]), k_sin = tensor(&a[10]);
-    if (!k_cos) k_cos = tensor(&a[7]), k_sin = tensor(&a[8]);
-    if (k->device.device_id != q->device.device_id)
-      return fail("ValueError", "rope kernel: q and k must be on the same CUDA device");
-    status = read_side(c, k, tensor(&a[6]), k_cos, k_sin, tensor(&a[12]), number(&a[14]), a[16].v_int64, &p.side[1],
-                       &vectors);
-  } else {
-    memset(&p.side[1], 0, sizeof p.side[1]);
-  }
-  if (status < 0) return -1;
-  if (status == 0 && c->shared &&
-      (!k || tensor(&a[9]) || p.side[0].seq != p.side[1].seq || p.side[0].batch != p.side[1].batch ||
-       p.side[0].heads != p.side[1].heads))
-    return fail("ValueError", "rope kernel: q and k that share cos and sin must have the same batch, length and heads");
-  result->type_index = kTVMFFIInt, result->zero_padding = 0, result->v_int64 = status;
-  if (status) return 0;
+/* One call of either op: what was passed, and what becomes of it. */
+typedef struct {
+  const DLTensor *q, *k, *q_weight, *k_weight, *q_cos, *q_sin, *k_cos, *k_sin; /* k NULL: a single tensor; k_cos NULL: q's */
+  double q_eps, k_eps;
+  int64_t q_heads, k_heads;
+  LtxRopeParams params;
+  int vectors; /* every address and stride allows loads of 4 elements */
+} Call;
 
-  if (!vectors || path == PATH_ANY) {
-    entry = ANY;
+/* Checks a call and fills its params, all but the outputs. Returns -1 (raised) or a status. */
+static int read_call(const Config* c, Call* a) {
+  LtxRopeSide *q = &a->params.side[0], *k = &a->params.side[1];
+  int status;
+  a->vectors = 1;
+  status = read_side(c, a->q, a->q_weight, a->q_cos, a->q_sin, a->q_eps, a->q_heads, q, &a->vectors);
+  if (status == 0 && a->k) {
+    if (a->k->device.device_id != a->q->device.device_id)
+      return fail("ValueError", "rope kernel: q and k must be on the same CUDA device");
+    status = read_side(c, a->k, a->k_weight, a->k_cos ? a->k_cos : a->q_cos, a->k_cos ? a->k_sin : a->q_sin, a->k_eps,
+                       a->k_heads, k, &a->vectors);
   } else {
-    int pair = c->kernels[PAIR] && path != PATH_ROW;
-    if (pair && path == PATH_AUTO && !c->per_head)
-      pair = (int64_t)p.side[0].seq * p.side[0].batch * c->norm >= PAIR_MIN_ELEMENTS;
-    entry = pair ? PAIR : ROW;
+    memset(k, 0, sizeof *k);
   }
-  if (path == PATH_DRY) return 0;
-  device = q->device.device_id;
+  if (status == 0 && c->shared && (!a->k || a->k_cos || q->seq != k->seq || q->batch != k->batch || q->heads != k->heads))
+    return fail("ValueError", "rope kernel: q and k that share cos and sin must have the same batch, length and heads");
+  return status;
+}
+
+static enum Entry choose(const Config* c, const Call* a, int path) {
+  const LtxRopeSide* q = &a->params.side[0];
+  if (!a->vectors || path == PATH_ANY) return ANY;
+  if (!c->kernels[PAIR] || path == PATH_ROW) return ROW;
+  if (path == PATH_AUTO && !c->per_head && (int64_t)q->seq * q->batch * c->norm < PAIR_MIN_ELEMENTS) return ROW;
+  return PAIR;
+}
+
+/* The outputs are in place. Returns 0, or -1 (raised). */
+static int start(Config* c, Call* a, int path, Handle stream) {
+  const int device = a->q->device.device_id;
+  int pushed, failed;
   if (enter(device, &pushed)) return -1;
-  failed = make_resident(c, device) || launch(c, entry, device, (Handle)(intptr_t)a[1].v_int64, &p);
+  failed = make_resident(c, device) || launch(c, choose(c, a, path), device, stream, &a->params);
   leave(pushed);
   return failed ? -1 : 0;
 }
+
+EXPORT int __tvm_ffi_rope_launch(void* self, const TVMFFIAny* a, int32_t n, TVMFFIAny* result) {
+  Call call;
+  Config* c;
+  const DLTensor *q_out, *k_out;
+  int path, status;
+  (void)self;
+  if (n != 17) return fail("ValueError", "rope_launch takes 17 arguments");
+  c = (Config*)(intptr_t)a[0].v_int64, path = (int)a[2].v_int64;
+  call.q = tensor(&a[3]), call.k = tensor(&a[4]), call.q_weight = tensor(&a[5]), call.k_weight = tensor(&a[6]);
+  call.q_cos = tensor(&a[7]), call.q_sin = tensor(&a[8]), call.k_cos = tensor(&a[9]), call.k_sin = tensor(&a[10]);
+  q_out = tensor(&a[11]), k_out = tensor(&a[12]);
+  call.q_eps = number(&a[13]), call.k_eps = number(&a[14]), call.q_heads = a[15].v_int64, call.k_heads = a[16].v_int64;
+  status = read_call(c, &call);
+  if (status < 0) return -1;
+  if (!q_out || (call.k && !k_out)) return fail("ValueError", "rope kernel: the outputs must be tensors");
+  call.params.side[0].out = address(q_out), call.params.side[1].out = call.k ? address(k_out) : NULL;
+  result->type_index = kTVMFFIInt, result->zero_padding = 0, result->v_int64 = status;
+  return status || path == PATH_DRY ? 0 : start(c, &call, path, (Handle)(intptr_t)a[1].v_int64);
+}
+
+#include "torch_dispatch.h"

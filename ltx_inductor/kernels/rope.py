@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ AUTO, PAIR, ROW, ANY = 0, 1, 2, 3
 DRY = -1  # everything but the launch: what the host costs
 
 LAYOUTS = ("bshd", "bhsd")
+log = logging.getLogger("ltx_inductor")
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # contract -> (Rounding of csrc/rope_config.cuh, one fma, result in fp32)
 _CONTRACTS = {
@@ -194,7 +196,43 @@ def prepare(
 def _library() -> Any:
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(build.launcher()))
+    library = tvm_ffi.load_module(str(build.launcher()))
+    _take_over(library)
+    return library
+
+
+_MINUS_ONE = (-1,)  # the launcher keeps its address (csrc/torch_dispatch.h, throw_python_error)
+_register_lock = threading.Lock()
+_registered: list[bool] = []
+
+
+def _take_over(library: Any) -> None:
+    """Makes the launcher's C function the CUDA kernel of both ops: once per process, where torch has what it takes.
+
+    Until then, and where it has not, CUDA tensors reach the ops' own kernel (ltx_inductor/ops/rope.py), which does the
+    same in Python. Nothing is registered for CUDA before, so nothing is replaced: this may run inside that kernel, on
+    the first call of a graph that came out of a cache.
+    """
+    with _register_lock:
+        if not _registered:
+            _registered.append(register(library, "ltx_inductor", "CUDA"))
+            if not _registered[0]:
+                log.debug("torch %s lacks the stable ABI: the CUDA kernel stays in Python", torch.__version__)
+
+
+def register(library: Any, namespace: str, key: str) -> bool:
+    """Registers the C kernels for the ops of a namespace and a dispatch key. False: it cannot be, nothing was done."""
+    return bool(library.get_function("rope_register")(_address(namespace), _address(key), id(_MINUS_ONE)))
+
+
+@functools.cache
+def _buffer(text: str) -> Any:
+    return ctypes.create_string_buffer(text.encode())
+
+
+def _address(text: str) -> int:
+    """Of a C string that lives as long as the process."""
+    return ctypes.addressof(_buffer(text))
 
 
 def _open(device: int, number: str, spec: Spec) -> int:
@@ -220,6 +258,7 @@ def _open(device: int, number: str, spec: Spec) -> int:
             int(spec.shared),
         )
         _library().get_function("rope_load")(handle, device)
+        _library().get_function("rope_serve")(handle, device, _address(spec.contract))
         _handles[device, spec] = handle
         return handle
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Flags that shape the code, the same for nvcc and NVRTC. Exactness does not rest on them: csrc/ rounds explicitly.
 DEVICE_FLAGS = ("-std=c++17",)
-HOST_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC")
+HOST_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-fexceptions")
 
 
 @functools.lru_cache(maxsize=1)

@@ -10,10 +10,15 @@ out     layout "bshd": shape of x, contiguous; layout "bhsd": [B, H, S, D], cont
 
 The reference is the eager chain of the contract (see `ltx_inductor.contract`), op by op, and so has its bits on every
 device. On CUDA the kernel runs; the reference only where the kernel says that eager itself takes another path.
+
+Who runs it: once the launcher is loaded, the ops' CUDA kernel is a C function of it (csrc/torch_dispatch.h). What that
+one does not serve (a kernel that is not loaded, the reference, errors) it hands to the `_slow` ops below. Before, and
+on a torch that lacks what it takes, CUDA tensors come to the same functions directly.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
 from collections.abc import Callable
@@ -39,6 +44,17 @@ _LIBRARY.define(
     "Tensor? k_cos, Tensor? k_sin, float q_eps, float k_eps, int q_heads, int k_heads, str contract, "
     'str layout="bshd") -> (Tensor, Tensor)',
     tags=_TAGS,
+)
+# contract and layout: addresses of C strings. The results, and an int64 tensor: 0, or the address of an owned reference
+# to the exception that stands for them (torch logs and drops one that is raised here).
+_LIBRARY.define(
+    "_rmsnorm_split_rope_slow(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, int num_heads, "
+    "int contract, int layout) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "_qk_rmsnorm_split_rope_slow(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor q_cos, Tensor q_sin, "
+    "Tensor? k_cos, Tensor? k_sin, float q_eps, float k_eps, int q_heads, int k_heads, int contract, "
+    "int layout) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -218,9 +234,31 @@ def _without_kernel(missing: str) -> None:
     warnings.warn(f"ltx_inductor: running the eager chain, several times slower: {missing}", stacklevel=3)
 
 
-_LIBRARY.impl("rmsnorm_split_rope", reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("qk_rmsnorm_split_rope", reference_pair, "CompositeExplicitAutograd")
-_LIBRARY.impl("rmsnorm_split_rope", _on_cuda, "CUDA")
-_LIBRARY.impl("qk_rmsnorm_split_rope", _pair_on_cuda, "CUDA")
+def _single(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _on_cuda(x, *args, **kwargs) if x.is_cuda else reference(x, *args, **kwargs)
+
+
+def _both(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _pair_on_cuda(q, *args, **kwargs) if q.is_cuda else reference_pair(q, *args, **kwargs)
+
+
+def _slow(op: Callable[..., tuple[Tensor, ...]], results: int) -> Callable[..., tuple[Tensor, ...]]:
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        address = 0
+        try:
+            out = op(*args[:-2], *(ctypes.string_at(a).decode() for a in args[-2:]))
+        except BaseException as error:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+            address = id(error)
+            out = (torch.empty(0, device="cpu"),) * results
+        return (*out, torch.tensor([address], dtype=torch.int64, device="cpu"))
+
+    return run
+
+
+_LIBRARY.impl("rmsnorm_split_rope", _single, "CompositeExplicitAutograd")
+_LIBRARY.impl("qk_rmsnorm_split_rope", _both, "CompositeExplicitAutograd")
+_LIBRARY.impl("_rmsnorm_split_rope_slow", _slow(lambda *args: (_on_cuda(*args),), 1), "CompositeExplicitAutograd")
+_LIBRARY.impl("_qk_rmsnorm_split_rope_slow", _slow(_pair_on_cuda, 2), "CompositeExplicitAutograd")
 torch.library.register_fake("ltx_inductor::rmsnorm_split_rope", _fake, lib=_LIBRARY)
 torch.library.register_fake("ltx_inductor::qk_rmsnorm_split_rope", _pair(_fake), lib=_LIBRARY)
