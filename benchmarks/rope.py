@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ltx_inductor.kernels import compilers, rope  # noqa: E402
+from ltx_inductor.ops.rope import _pair_on_cuda  # noqa: E402
 from tests.gpu.rope_cases import BF16, FP16, FP32, PRODUCTION, Case, Side, differing, eager, make, prepare  # noqa: E402
 
 Call = Callable[[], Any]
@@ -262,6 +263,11 @@ def host_cost(calls: int = 3000) -> dict[str, float]:
     case = PRODUCTION["a126"]
     args: Any = _plain(make(case, 0))
     op = torch.ops.ltx_inductor.qk_rmsnorm_split_rope.default
+    short: Any = (*(t[:, :0] for t in args[:2]), *args[2:4], *(t[:, :, :0] for t in args[4:6]), *args[6:])
+    library = torch.library.Library("ltx_bench", "DEF")
+    library.define(str(op._schema).removeprefix("ltx_inductor::"))
+    library.impl("qk_rmsnorm_split_rope", _pair_on_cuda, "CUDA")
+    in_python = torch.ops.ltx_bench.qk_rmsnorm_split_rope.default
     model = model_chain(case.contract, case.q.heads)
     compiled = torch.compile(model, dynamic=False)
     rope.launch_pair(*args)
@@ -270,7 +276,9 @@ def host_cost(calls: int = 3000) -> dict[str, float]:
     raw = (*args[:8], *outs, 1e-6, 1e-6, 32, 32)
     stream = plan.stream(0)
     found: dict[str, Call] = {
-        "op (torch's dispatcher, then launch_pair)": lambda: op(*args),
+        "op": lambda: op(*args),
+        "of it: all but the launch (S = 0, so empty allocations)": lambda: op(*short),
+        "op with its kernel in Python": lambda: in_python(*args),
         "launch_pair": lambda: rope.launch_pair(*args),
         "of it: two allocations": lambda: (plan.empty_here(*plan.q_out), plan.empty_here(*plan.k_out)),
         "of it: tvm-ffi call and checks": lambda: plan.launch(plan.handle, stream, rope.DRY, *raw),
