@@ -260,5 +260,10 @@ _LIBRARY.impl("rmsnorm_split_rope", _single, "CompositeExplicitAutograd")
 _LIBRARY.impl("qk_rmsnorm_split_rope", _both, "CompositeExplicitAutograd")
 _LIBRARY.impl("_rmsnorm_split_rope_slow", _slow(lambda *args: (_on_cuda(*args),), 1), "CompositeExplicitAutograd")
 _LIBRARY.impl("_qk_rmsnorm_split_rope_slow", _slow(_pair_on_cuda, 2), "CompositeExplicitAutograd")
-torch.library.register_fake("ltx_inductor::rmsnorm_split_rope", _fake, lib=_LIBRARY)
-torch.library.register_fake("ltx_inductor::qk_rmsnorm_split_rope", _pair(_fake), lib=_LIBRARY)
+# What the ops make of fake tensors, by overload; the rewrite calls these directly.
+FAKES: dict[Any, Callable[..., Any]] = {
+    torch.ops.ltx_inductor.rmsnorm_split_rope.default: _fake,
+    torch.ops.ltx_inductor.qk_rmsnorm_split_rope.default: _pair(_fake),
+}
+for _op, _function in FAKES.items():
+    torch.library.register_fake(_op.name(), _function, lib=_LIBRARY)

@@ -70,8 +70,7 @@ class Lifter:
         found: list[tuple[dict[Atom, int], Expr]] = []
 
         def go(case: dict[Atom, int]) -> None:
-            self.space.case = case
-            self._memo.clear()
+            self.space.case = case  # coordinates in the memo have their cases filled in: what is there stays right
             try:
                 found.append((case, self.lift(n, out)))
             except NeedCase as need:

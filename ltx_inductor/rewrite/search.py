@@ -16,6 +16,7 @@ from ltx_inductor.rewrite.region import computed_inside, derived_from, looks_lik
 from ltx_inductor.rewrite.rope import CASES, LIFT, TERMS, Reader, Side
 from ltx_inductor.rewrite.view import GraphView
 
+_ENDS = ARITHMETIC | CAST | JOIN  # what the value of a rotation can be computed by
 MAX_ADVANCE = 6  # layout ops between a rotation and the value that is replaced
 
 
@@ -63,9 +64,7 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
     if not any(n.target in JOIN or n.target in FLIP for n in region):
         return  # nothing in it depends on which half of a head is asked for
     size = view.sizes.numel(st.x)
-    candidates = [
-        n for n in region if n.target in ARITHMETIC | CAST | JOIN and n in view.live and view.sizes.numel(n) == size
-    ]
+    candidates = [n for n in region if n.target in _ENDS and n in view.live and view.sizes.numel(n) == size]
     found: list[SidePlan] = []
     best: Miss | None = None
     for n in sorted(candidates, key=view.order.__getitem__, reverse=True):
