@@ -7,8 +7,11 @@ and whether a kernel is there is answered by the `Kernels` object it is given.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,7 +77,8 @@ def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) 
     start = time.perf_counter()
     if RULE in config.rules:
         try:
-            _run(graph, config, kernels, report, pictures)
+            with _no_collections():
+                _run(graph, config, kernels, report, pictures)
         except Exception as e:  # the user's compile goes on without us
             why = internal_error(e)
             report.refusals.append(Refusal(RULE, why.reason, hint=why.hint))
@@ -131,6 +135,21 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
     graph.lint()
     report.sites += [s for _, s in sorted(sites, key=lambda t: t[0])]
     report.refusals += [r for _, r in sorted(refusals, key=lambda t: t[0])]
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python's cyclic garbage collector off: one full collection over a large graph takes as long as the pass itself.
+
+    (16 blocks of LTX-2, 11,600 nodes: 0.3 s without, 1.2 s with an unlucky one.)
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _on_the_cpu() -> Refuse:
