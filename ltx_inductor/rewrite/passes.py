@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from ltx_inductor.rewrite.sweep import uncovered_rotations
 from ltx_inductor.rewrite.view import GraphView
 
 RULE = "rmsnorm_split_rope"
-log = logging.getLogger("ltx_inductor")
 
 
 @dataclass(frozen=True)
