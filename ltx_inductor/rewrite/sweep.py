@@ -38,7 +38,7 @@ def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[tuple[N
     """(the last node, why it was left alone) of every rotation-like value outside `covered`, last one first."""
     taken = set(covered)
     for n in reversed(view.graph.nodes):
-        if n.op != "call_function" or n in taken or n not in view.live:
+        if n.op != "call_function" or n in taken or n not in view.live or n in view.backward:
             continue
         if n.target in JOIN or n.target in _SUM:
             walked = _rotation(n, covered)

@@ -55,6 +55,16 @@ class GraphView:
         return any(n.meta["desc"].attr == "_local_tensor" for n in self.subclass_parts)
 
     @cached_property
+    def backward(self) -> set[Node]:
+        """The nodes of a training graph that depend on its tangents; empty for an inference graph."""
+        found: set[Node] = set()
+        for n in self.graph.nodes:
+            tangent = n.op == "placeholder" and str(n.target).startswith("tangents")
+            if tangent or (found and any(a in found for a in n.all_input_nodes)):
+                found.add(n)
+        return found
+
+    @property
     def is_training(self) -> bool:
         """A joint graph of forward and backward."""
-        return any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in self.graph.nodes)
+        return bool(self.backward)
