@@ -312,6 +312,7 @@ static void pair_kernel(Word* s, uint64_t inputs, uint64_t outputs) {
 EXPORT int __tvm_ffi_rope_register(void* self, const TVMFFIAny* a, int32_t n, TVMFFIAny* result) {
   const char *space, *key;
   Handle python, library = NULL;
+  Dl_info here; /* this library, which torch will call: it is never unloaded */
   size_t i;
   int ok;
   (void)self;
@@ -330,6 +331,7 @@ EXPORT int __tvm_ffi_rope_register(void* self, const TVMFFIAny* a, int32_t n, TV
   dtype_bf16 = torch.dtype_bf16(), dtype_fp16 = torch.dtype_fp16(), dtype_fp32 = torch.dtype_fp32();
   device_type_cuda = torch.device_type_cuda();
   minus_one = (void*)(intptr_t)a[2].v_int64;
+  if (!dladdr((void*)&served, &here) || !dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE)) return 0;
   if (torch.library_init_impl(space, key, "torch_dispatch.h", __LINE__, &library)) return 0;
   ok = !torch.library_impl(library, "rmsnorm_split_rope", single_kernel, kTorchAbi) &&
        !torch.library_impl(library, "qk_rmsnorm_split_rope", pair_kernel, kTorchAbi);

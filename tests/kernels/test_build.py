@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -33,7 +34,8 @@ KERNEL = {
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(rope, "_images", {})
-    rope._library.cache_clear()
+    monkeypatch.setattr(rope, "_library", functools.lru_cache(maxsize=1)(rope._library.__wrapped__))
+    monkeypatch.setattr(rope, "_registered", [False])  # the ops stay with the launcher of the process
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
