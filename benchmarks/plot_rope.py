@@ -60,7 +60,8 @@ def host(data: dict[str, Any], out: Path) -> None:
     axis.set_yticks(range(len(costs)), names, fontsize=7)
     axis.set_xscale("log")
     axis.set_xlabel("us per call on the host")
-    _finish(figure, data, "Launch path without CUDA graphs (a126)", out)
+    own = {"environment": data.get("host_environment", data["environment"])}  # a run of its own
+    _finish(figure, own, "Launch path without CUDA graphs (a126)", out)
 
 
 def _finish(figure: Any, data: dict[str, Any], title: str, out: Path) -> None:
