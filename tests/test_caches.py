@@ -229,7 +229,7 @@ def test_the_fingerprint_tells_graphs_apart():
 
 def example() -> report_store.Kept:
     site = Site("rule", "op", "q", 0, "model.py:3", {"x": "[1, s0]"}, "bf16-chain", "add_1")
-    graph = GraphReport([site], [Refusal("rule", "because", "model.py:9")], 7, 1.5, ["a note"])
+    graph = GraphReport([site], [Refusal("rule", "because", "model.py:9")], 7, 1.5, notes=["a note"])
     return report_store.Kept([graph], ["model.py:3", "model.py:9"], [{"head_dim": 64}])
 
 
