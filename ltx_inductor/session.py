@@ -125,7 +125,7 @@ def last_report() -> RewriteReport:
     """
     with _lock:
         if not _compiles:
-            return RewriteReport(notes=[_NOTHING])
+            return RewriteReport(remarks=[_NOTHING])
         mine: _Compile | None = getattr(_local, "last", None)
         return (mine or next(reversed(_compiles.values()))).report()
 

@@ -170,8 +170,11 @@ def _assignments(side: Side) -> Iterator[tuple[Digits, Digits, Digits, bool]]:
 
 
 def _middle_out(n: int) -> list[int]:
-    """Where to cut n token axes into batch and sequence: one batch axis first, then none, then more."""
-    return [0] if n <= 1 else [1, 0, *range(2, n + 1)]
+    """Where to cut n token axes into batch and sequence: one batch axis first, then none, then more.
+
+    A single axis is the sequence, unless the tables say otherwise (B > 1, S = 1, tables of batch 1).
+    """
+    return {0: [0], 1: [0, 1]}.get(n, [1, 0, *range(2, n + 1)])
 
 
 def _plan_with(side: Side, layout: str, batch: Digits, seq: Digits, heads: Digits, per_head: bool) -> SidePlan:

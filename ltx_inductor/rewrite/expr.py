@@ -9,14 +9,15 @@ no x + 0 and no reordering of sums.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ltx_inductor.rewrite.digits import Coords
+from ltx_inductor.rewrite.digits import Coords, Refuse
 
+MAX_TERMS = 64  # operations and leaves of one expression, as a tree; a rotation has about 20
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -42,6 +43,7 @@ class Num:
 @dataclass(frozen=True)
 class Neg:
     of: Expr
+    terms: int = field(default=1, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"-{self.of}"
@@ -54,6 +56,7 @@ class Mul:
     a: Expr
     b: Expr
     in_addcmul: bool = False
+    terms: int = field(default=1, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"({self.a} * {self.b})"
@@ -63,6 +66,7 @@ class Mul:
 class Add:
     a: Expr
     b: Expr
+    terms: int = field(default=1, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"({self.a} + {self.b})"
@@ -76,6 +80,7 @@ class Fma:
     b: Expr
     c: Expr
     minus: bool
+    terms: int = field(default=1, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"fma({'-' if self.minus else ''}{self.a}, {self.b}, {self.c})"
@@ -85,6 +90,7 @@ class Fma:
 class Round:
     dtype: torch.dtype
     of: Expr
+    terms: int = field(default=1, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{DTYPE_NAMES.get(self.dtype, self.dtype)}({self.of})"
@@ -96,6 +102,7 @@ class Apply:
 
     name: str
     args: tuple[Any, ...]
+    terms: int = field(default=1, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(map(str, self.args))})"
@@ -104,8 +111,23 @@ class Apply:
 Expr = Leaf | Num | Neg | Mul | Add | Fma | Round | Apply
 
 
+def _terms(*parts: Any) -> int:
+    """Size as a tree of an operation on `parts`, which may share subtrees: everything that reads them walks the tree.
+
+    Raises Refuse beyond MAX_TERMS: n = n*g + n a few times over doubles the tree each time.
+    """
+    total = 1 + sum(getattr(p, "terms", 1) for p in parts)
+    if total > MAX_TERMS:
+        raise Refuse(f"more than {MAX_TERMS} operations lie between the norm and the result, a rotation has about 20")
+    return total
+
+
+def apply(name: str, args: tuple[Any, ...]) -> Expr:
+    return Apply(name, args, _terms(*args))
+
+
 def neg(e: Expr) -> Expr:
-    return e.of if isinstance(e, Neg) else Neg(e)
+    return e.of if isinstance(e, Neg) else Neg(e, _terms(e))
 
 
 def split_sign(e: Expr) -> tuple[bool, Expr]:
@@ -121,7 +143,7 @@ def mul(a: Expr, b: Expr, in_addcmul: bool = False) -> Expr:
             return neg(p)
     sa, a = split_sign(a)
     sb, b = split_sign(b)
-    e = Mul(settled(a), settled(b), in_addcmul)
+    e = Mul(settled(a), settled(b), in_addcmul, _terms(a, b))
     return neg(e) if sa != sb else e
 
 
@@ -130,14 +152,14 @@ def add(a: Expr, b: Expr, in_addcmul: bool = False) -> Expr:
     for p, q in ((a, b), (b, a)):
         minus, m = split_sign(q)
         if in_addcmul and isinstance(m, Mul) and m.in_addcmul:
-            return Fma(m.a, m.b, settled(p), minus)
-    return Add(settled(a), settled(b))
+            return Fma(m.a, m.b, settled(p), minus, _terms(m, p))
+    return Add(settled(a), settled(b), _terms(a, b))
 
 
 def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     sa, a = split_sign(a)
     sb, b = split_sign(b)
-    return Fma(settled(a), settled(b), settled(c), sa != sb)
+    return Fma(settled(a), settled(b), settled(c), sa != sb, _terms(a, b, c))
 
 
 def rounded(dtype: torch.dtype, e: Expr) -> Expr:
@@ -149,15 +171,15 @@ def rounded(dtype: torch.dtype, e: Expr) -> Expr:
         return neg(rounded(dtype, e.of))
     if (isinstance(e, Round) and e.dtype == dtype) or (isinstance(e, Leaf) and e.node.meta["val"].dtype == dtype):
         return e
-    return Round(dtype, e)
+    return Round(dtype, e, _terms(e))
 
 
 def settled(e: Expr) -> Expr:
     """A product whose sum never came is an ordinary product."""
     sign, m = split_sign(e)
     if isinstance(m, Mul) and m.in_addcmul:
-        m = Mul(m.a, m.b)
-        return Neg(m) if sign else m
+        m = Mul(m.a, m.b, terms=m.terms)
+        return neg(m) if sign else m
     return e
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ltx_inductor.rewrite.axes import SidePlan
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.layout import LAYOUT, aten
+from ltx_inductor.rewrite.norm import Statistic, weight_of_call
 from ltx_inductor.rewrite.region import computed_inside
 from ltx_inductor.rewrite.view import GraphView
 
@@ -24,6 +26,7 @@ def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SideP
             hint="call the model under torch.no_grad() or torch.inference_mode()",
         )
     _check_subclasses(view, planned)
+    _check_sizes(planned)
     _check_norm(planned)
     inside = computed_inside(planned.side.result, region)  # redundant once the result is replaced
     _check_readers(view, planned, inside)
@@ -46,6 +49,30 @@ def _check_norm(planned: SidePlan) -> None:
             expected="torch.nn.RMSNorm or torch.nn.functional.rms_norm",
             hint="use torch.nn.RMSNorm in the model: same values, and this rewrite",
         )
+    _check_weight(st)
+
+
+def _check_weight(st: Statistic) -> None:
+    weight = weight_of_call(st)
+    if weight is not None and weight.meta["val"].dtype != st.called_in:
+        raise Refuse(
+            f"torch.rms_norm is called with an input in {st.called_in} and the weight {weight.name} in "
+            f"{weight.meta['val'].dtype}: eager then does not use its fused kernel, and sums in another order",
+            expected="input and weight of one dtype",
+            hint="cast the weight where the norm is called, or call the norm in the dtype of its weight",
+        )
+
+
+def _check_sizes(planned: SidePlan) -> None:
+    """Sizes that only the running model knows: Inductor cannot fix the layout of such an operand for an opaque op."""
+    for n in (*_inputs(planned), planned.side.result):
+        value = n.meta["val"]
+        if free_unbacked_symbols((*value.shape, *value.stride())):
+            raise Refuse(
+                f"{n.name} has a size that is only known while the model runs, {tuple(value.shape)}",
+                expected="sizes that are known, or symbols of an input's size",
+                hint="cut to a data-dependent length outside the compiled model, or after the rotation",
+            )
 
 
 def _check_subclasses(view: GraphView, planned: SidePlan) -> None:

@@ -16,11 +16,11 @@ from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Atom, BadLeaf, Coords, NeedCase, Refuse, Space
 from ltx_inductor.rewrite.expr import (
-    Apply,
     Expr,
     Leaf,
     Num,
     add,
+    apply,
     fma,
     mul,
     neg,
@@ -233,7 +233,7 @@ class Prover(Lifter):
         if n.op == "call_function" and n.target in POINTWISE:
             keywords = tuple(sorted((k, str(v)) for k, v in n.kwargs.items()))
             args = tuple(self._argument(a, n, co) if isinstance(a, Node) else a for a in n.args)
-            return Apply(f"{n.target} {n.meta['val'].dtype} {keywords}", args)
+            return apply(f"{n.target} {n.meta['val'].dtype} {keywords}", args)
         if n.op == "call_function" and n.target in LAYOUT:
             return self._through_layout(n, co)
         return self._leaf(n, co)

@@ -19,6 +19,7 @@ from ltx_inductor.rewrite.lift import CAST
 from ltx_inductor.rewrite.size import Sizes, product
 
 _FUSED_ATEN = ("aten._fused_rms_norm.default", "aten.rms_norm.default")
+_FUSED_NAMES = (*_FUSED_ATEN, "aten._fused_rms_norm", "aten.rms_norm")  # in exported models
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Statistic:
     eps: float
     mean: bool  # mean(); False where it is sum()/N, which rounds differently unless N is a power of two
     fused: bool  # eager runs torch.rms_norm
+    called_in: torch.dtype  # the dtype of the tensor that torch.rms_norm was given
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ def _match(rstd: Node, sizes: Sizes) -> Statistic | str:
     source = x32.args[0] if x32.target in CAST else x32
     if source.meta["val"].device != x32.meta["val"].device:
         source = x32
-    return Statistic(rstd, source, dims, _fp32(float(total.args[1])), divisor is None, _is_fused(rstd))
+    inner_cast = x32.target in CAST and is_fused(x32)  # part of rms_norm, not the user's .float() before it
+    called_in = source.meta["val"].dtype if inner_cast else torch.float32
+    eps = _fp32(float(total.args[1]))
+    return Statistic(rstd, source, dims, eps, divisor is None, is_fused(rstd), called_in)
 
 
 def _fp32(value: float) -> float:
@@ -91,11 +96,24 @@ def _fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def _is_fused(n: Node) -> bool:
+def weight_of_call(st: Statistic) -> Node | None:
+    """The weight as torch.rms_norm was given it, found in its decomposition; None where there is none."""
+    for scaled in st.rstd.users:
+        for n in scaled.users if scaled.target is aten.mul.Tensor else ():
+            if n.target is aten.mul.Tensor and is_fused(n):
+                weight = n.args[1] if n.args[0] is scaled else n.args[0]
+                while isinstance(weight, Node) and weight.target in CAST and is_fused(weight):
+                    weight = weight.args[0]
+                return weight if isinstance(weight, Node) else None
+    return None
+
+
+def is_fused(n: Node) -> bool:
+    """Does n come from a call of torch.rms_norm, by whatever name?"""
     if str(n.meta.get("original_aten")) in _FUSED_ATEN:
         return True
     stack: Any = n.meta.get("source_fn_stack") or ()
     if not stack:
         return False
     fn = stack[-1][1]
-    return fn is torch.nn.RMSNorm or fn is torch.rms_norm or fn is torch.nn.functional.rms_norm
+    return fn in (torch.nn.RMSNorm, torch.rms_norm, torch.nn.functional.rms_norm) or str(fn) in _FUSED_NAMES

@@ -102,12 +102,17 @@ class RewriteReport:
     """All graphs of one compiled callable.
 
     cached: the report was read back because Inductor's caches answered and the pass did not run.
-    notes:  sentences about the compile as a whole, such as why a kernel could not be built.
+    remarks: sentences about the compile as a whole, such as why it has no report.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     cached: bool = False
-    notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences worth telling: those of the compile and those of its graphs, each once."""
+        return list(dict.fromkeys([*self.remarks, *(n for g in self.graphs for n in g.notes)]))
 
     @property
     def sites(self) -> list[Site]:
@@ -150,7 +155,8 @@ class RewriteReport:
         return {
             "graphs": [g.to_dict() for g in self.graphs],
             "cached": self.cached,
-            "notes": list(self.notes),
+            "remarks": list(self.remarks),
+            "notes": self.notes,
             "pass_ms": self.pass_ms,
             "kernel_ms": self.kernel_ms,
             "counts": {rule: self.count(rule) for rule in rules},
@@ -163,7 +169,7 @@ class RewriteReport:
     def from_dict(data: Mapping[str, Any]) -> RewriteReport:
         """Inverse of `to_dict`."""
         graphs = [GraphReport.from_dict(g) for g in data["graphs"]]
-        return RewriteReport(graphs, bool(data["cached"]), list(data["notes"]))
+        return RewriteReport(graphs, bool(data["cached"]), list(data["remarks"]))
 
     def __str__(self) -> str:
         return "\n".join(_render(self))
@@ -177,7 +183,7 @@ def _render(report: RewriteReport) -> Iterable[str]:
         f"ltx_inductor: {n} side{'s' * (n != 1)} rewritten, {m} refused, in {len(report.graphs)} "
         f"graph{'s' * (len(report.graphs) != 1)} ({report.pass_ms:.1f} ms in the pass{origin})"
     )
-    for note in dict.fromkeys([*report.notes, *(n for g in report.graphs for n in g.notes)]):
+    for note in report.notes:
         yield f"  note: {note}"
     if report.sites:
         yield "rewritten:"

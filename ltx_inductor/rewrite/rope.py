@@ -35,7 +35,7 @@ from ltx_inductor.rewrite.expr import (
 )
 from ltx_inductor.rewrite.lift import NARROW, Lifter, Prover
 from ltx_inductor.rewrite.norm import Statistic
-from ltx_inductor.rewrite.size import TWO, Size
+from ltx_inductor.rewrite.size import ONE, TWO, Size, product
 
 # How far a reading got; the refusal that got furthest is the one worth reporting.
 LIFT, CASES, TERMS, ROLES, DIGITS, TABLES = range(6)
@@ -333,6 +333,15 @@ class Reader:
         odd = [d for d in (norm, own, first.rounding) if d not in (None, x)]
         if odd:
             raise Refuse(f"{self.name} rounds to {_dt(odd[0])} on the way", expected=f"{_dt(x)}, the dtype of x")
+        for weight in (t.weight for t in terms):
+            dtype = x if weight is None else weight.node.meta["val"].dtype
+            if dtype != x:
+                assert weight is not None
+                raise Refuse(
+                    f"the norm's weight {weight.node.name} is {_dt(dtype)}, {self.x.name} is {_dt(x)}",
+                    expected=f"a weight in {_dt(x)}",
+                    hint="cast the norm to the dtype of the activations when the model is loaded",
+                )
         tables = {t.table.node.meta["val"].dtype for t in terms}
         if len(tables) != 1 or not tables <= {x, torch.float32}:
             raise Refuse(
@@ -366,8 +375,7 @@ class Reader:
                 f"{self.name}: {what} of the first half is {a}, of the second {b}",
                 expected="the same table element for both halves",
             )
-        prover = Prover(self.lifter)
-        if prover.lift(a.node, a.coords) != prover.lift(b.node, b.coords):
+        if not self._provably_equal(a, b):
             raise Refuse(
                 f"{self.name}: {a.node.name} holds a {what} for both halves, which cannot be proved equal from the "
                 "graph",
@@ -375,6 +383,13 @@ class Reader:
                 hint=f"pass {what} of half the width, or build it as cat([freqs, freqs]) inside the compiled model",
             )
         return a
+
+    def _provably_equal(self, a: Leaf, b: Leaf) -> bool:
+        prover = Prover(self.lifter)
+        try:
+            return prover.lift(a.node, a.coords) == prover.lift(b.node, b.coords)
+        except Refuse:
+            return False
 
     def _check_table(self, what: str, table: Leaf, half: Atom, pair: Digits) -> None:
         atoms = [d for c in table.coords for d in self.space.resolve(c) if isinstance(d, Atom)]
@@ -413,22 +428,20 @@ class Reader:
         )
 
     def _without_half(self, weight: Leaf | None, half: Atom) -> tuple[Node, Coords] | None:
+        """The weight with its half digit free again; digits in front of the normalised ones are a fixed row."""
         if weight is None:
             return None
-        out = []
-        for axis in weight.coords:
-            digits = self.space.resolve(axis)
-            # [fixed slice digits merged with the half]: take the pair and the half off to see what is left
-            at = max((i for i, d in enumerate(digits) if isinstance(d, Const)), default=None)
-            if at is None:
-                out.append(digits)
-                continue
-            merged = digits[at]
-            cut = self.space.take(digits[: at + 1], TWO)
-            if cut is None or not isinstance(merged, Const):
+        left = product(self.lifter.sizes.shape(self.x)[d] for d in self.statistic.dims)
+        out: list[Digits] = []
+        for axis in reversed(weight.coords):
+            whole = left.exactly_divided_by(radix(self.space.resolve(axis)))
+            cut = ((), axis) if whole is not None else self.space.take(axis, left)
+            if cut is None:
                 raise Refuse(f"{self.name}: weight {weight.node.name} is not read half by half")
-            out.append((*cut[0], half, *digits[at + 1 :]))
-        return weight.node, tuple(out)
+            inside = (half if isinstance(d, Const) else d for d in self.space.resolve(cut[1]))
+            out.append((*cut[0], *inside))
+            left = whole or ONE
+        return weight.node, tuple(out[::-1])
 
 
 def _dt(dtype: torch.dtype | None) -> str:
