@@ -83,7 +83,7 @@ def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) 
     report.pass_ms = (time.perf_counter() - start) * 1e3 - report.kernel_ms
     if pictures:
         report.notes += pictures.finish()
-    if config.strict and report.refusals:
+    if config.strict and any(r.certain for r in report.refusals):
         raise LostFusionError(f"strict: something was left alone\n{RewriteReport([report])}")
     return report
 
@@ -93,13 +93,13 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
     found = search(view)
     refusals: list[tuple[float, Refusal]] = []
 
-    def refuse(node: Node, why: Refuse) -> None:
-        refusals.append((view.order[node], _refusal(node, why)))
+    def refuse(node: Node, why: Refuse, certain: bool = True) -> None:
+        refusals.append((view.order[node], _refusal(node, why, certain)))
 
     for miss in found.misses:
-        refuse(miss.node, miss.why)
-    for node, why in uncovered_rotations(view, found.covered):
-        refuse(node, why)
+        refuse(miss.node, miss.why, miss.certain)
+    for suspect in uncovered_rotations(view, found.covered):
+        refuse(suspect.node, suspect.why, suspect.certain)
     kept: list[SidePlan] = []
     for side in found.sides:
         if side.side.x.node.meta["val"].device.type == "cpu" and not config.cpu:
@@ -211,5 +211,14 @@ def _size(s: object) -> str:
     return str(s)
 
 
-def _refusal(node: Node, why: Refuse) -> Refusal:
-    return Refusal(RULE, why.reason, source_line(node), node.name, why.expected, why.found, why.hint)
+def _refusal(node: Node, why: Refuse, certain: bool) -> Refusal:
+    return Refusal(
+        RULE,
+        why.reason,
+        source=source_line(node),
+        node=node.name,
+        expected=why.expected,
+        found=why.found,
+        hint=why.hint,
+        certain=certain,
+    )

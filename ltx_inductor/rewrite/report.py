@@ -50,7 +50,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A near-match that was left alone: the reason as a sentence, and what to change."""
+    """A near-match that was left alone: the reason as a sentence, and what to change.
+
+    certain: it is a normalised value that is rotated. False: it only looks like one, which `strict` does not mind.
+    """
 
     rule: str
     reason: str
@@ -60,6 +63,7 @@ class Refusal:
     found: str = ""
     hint: str = ""
     graph: int = 0
+    certain: bool = True
 
     def __str__(self) -> str:
         lines = [f"{self.source or '<no source line>'}  {self.rule} not rewritten: {self.reason}"]

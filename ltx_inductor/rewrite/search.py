@@ -22,12 +22,12 @@ MAX_ADVANCE = 6  # layout ops between a rotation and the value that is replaced
 
 @dataclass(frozen=True)
 class Miss:
-    """A near-match: where, why, and the nodes it is about."""
+    """A near-match: where, why, and how far the reading got. certain: see `Refusal`."""
 
     node: Node
     why: Refuse
     stage: int
-    nodes: frozenset[Node]
+    certain: bool = True
 
 
 @dataclass
@@ -46,7 +46,7 @@ def search(view: GraphView) -> Found:
         try:
             _search_one(view, statistic, rstds, out)
         except Exception as e:  # one region we cannot read must not cost the others
-            out.misses.append(Miss(statistic.rstd, internal_error(e), LIFT, frozenset({statistic.rstd})))
+            out.misses.append(Miss(statistic.rstd, internal_error(e), LIFT))
     for other in others:
         _other_norm(view, other, rstds, out)
     return out
@@ -59,7 +59,7 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
             f"too many operations are computed from {st.rstd.name} to search them",
             hint="report this graph: a rotation has about twenty",
         )
-        out.misses.append(Miss(st.rstd, why, LIFT, frozenset({st.rstd})))
+        out.misses.append(Miss(st.rstd, why, LIFT, certain=False))
         return
     if not any(n.target in JOIN or n.target in FLIP for n in region):
         return  # nothing in it depends on which half of a head is asked for
@@ -146,7 +146,7 @@ def _worth_telling(view: GraphView, reader: Reader, region: set[Node], why: Refu
                     "which this rule does not know"
                 )
                 break
-    return Miss(n, why, reader.stage, frozenset(region)) if like else None
+    return Miss(n, why, reader.stage) if like else None
 
 
 def _unknown_op_between(leaf: Node, region: set[Node], limit: int = 30) -> Node | None:
@@ -173,5 +173,5 @@ def _other_norm(view: GraphView, other: NotANorm, rstds: set[Node], out: Found) 
         f"{last.name} rotates a value that is normalised by something else than an RMSNorm: {other.reason}",
         expected="torch.rms_norm",
     )
-    out.misses.append(Miss(last, why, LIFT, frozenset(region)))
+    out.misses.append(Miss(last, why, LIFT))
     out.covered |= region

@@ -7,17 +7,22 @@ norm, RoPE with something between the norm and the rotation, a norm this rule ca
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Refuse
-from ltx_inductor.rewrite.layout import CUT, FLIP, JOIN, LAYOUT, aten
+from ltx_inductor.rewrite.layout import CUT, FLIP, JOIN, LAYOUT, argument, aten
 from ltx_inductor.rewrite.lift import CAST
+from ltx_inductor.rewrite.norm import is_fused
 from ltx_inductor.rewrite.view import GraphView
 
 _MULTIPLY = {aten.mul.Tensor, aten.addcmul.default}
-_SUM = {aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default}
+_SUM = {aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default, aten.sum.dim_IntList}
+_WRITE = {aten.index_put.default, aten.index_copy.default, aten.scatter.src}
 _MOVE = FLIP | {aten.roll.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 _POINTWISE = {
     aten.neg.default,
@@ -29,31 +34,45 @@ _POINTWISE = {
     aten.where.self,
     aten.constant_pad_nd.default,
 }
-_WALKED = set(LAYOUT) | CAST | CUT | JOIN | _MULTIPLY | _SUM | _MOVE | _POINTWISE
+_WALKED = set(LAYOUT) | CAST | CUT | JOIN | _MULTIPLY | _SUM | _WRITE | _MOVE | _POINTWISE
 _NEAR = 40  # nodes walked back from the end of a rotation, and from there to a norm
 _COMPLEX = {aten.view_as_complex.default, aten.complex.default}
 
 
-def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[tuple[Node, Refuse]]:
-    """(the last node, why it was left alone) of every rotation-like value outside `covered`, last one first."""
+@dataclass(frozen=True)
+class Suspect:
+    """The end of something like a rotation. certain: it is one of a normalised value, along the last axes."""
+
+    node: Node
+    why: Refuse
+    certain: bool
+
+
+def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[Suspect]:
+    """Every rotation-like value outside `covered`, last one first.
+
+    Near a norm anything that moves, multiplies and adds is named; elsewhere only what mixes two pieces of one value
+    along its last axes, since gathers, blends and joins of other kinds are everywhere.
+    """
     taken = set(covered)
     for n in reversed(view.graph.nodes):
         if n.op != "call_function" or n in taken or n not in view.live or n in view.backward:
             continue
-        if n.target in JOIN or n.target in _SUM:
+        if n.target in JOIN or n.target in _SUM or n.target in _WRITE:
             walked = _rotation(n, covered)
             if walked:
-                yield n, _reason(n, walked)
-                taken |= walked
+                typical = _moves_last_axes(walked)
+                near, through = _way_from_a_norm(n, walked)
+                if typical or near:
+                    yield Suspect(n, _reason(n, through), typical and near)
+                    taken |= walked
         elif n.target is aten.view_as_real.default and _is_complex_rotation(n):
-            yield (
-                n,
-                Refuse(
-                    f"{n.name} is a rotation written with complex numbers",
-                    expected="RMSNorm, then n0*cos - n1*sin and n1*cos + n0*sin on real halves",
-                    hint="complex RoPE pairs neighbouring elements (interleaved), which this rule does not cover",
-                ),
+            why = Refuse(
+                f"{n.name} is a rotation written with complex numbers",
+                expected="RMSNorm, then n0*cos - n1*sin and n1*cos + n0*sin on real halves",
+                hint="complex RoPE pairs neighbouring elements (interleaved), which this rule does not cover",
             )
+            yield Suspect(n, why, True)
 
 
 def _rotation(end: Node, covered: set[Node]) -> set[Node] | None:
@@ -68,40 +87,81 @@ def _rotation(end: Node, covered: set[Node]) -> set[Node] | None:
                 walked.add(a)
                 todo.append(a)
     products = [n for n in walked if n.target in _MULTIPLY and len(n.all_input_nodes) > 1]
-    sums = any(n.target in _SUM and len(n.all_input_nodes) > 1 for n in walked)
-    if not sums or len(products) < 2:
+    matrix = end.target is aten.sum.dim_IntList
+    sums = matrix or any(n.target in _SUM and len(n.all_input_nodes) > 1 for n in walked)
+    if not sums or len(products) < (1 if matrix else 2):
         return None
-    if end.target in JOIN:
+    if matrix:
+        return walked if _adds_a_pair(end) else None
+    if end.target in JOIN or end.target in _WRITE:
         moves = any(n.target in CUT or n.target in _MOVE for n in walked)
     else:
-        moves = any(n.target in _MOVE for n in walked) and _mixes_one_value(end, walked)
+        moves = any(n.target in CUT or n.target in _MOVE for n in walked) and _mixes_one_value(end, walked)
     return walked if moves else None
 
 
+def _adds_a_pair(total: Node) -> bool:
+    """A sum over one axis of size 2 of a product: a 2 x 2 matrix times the halves."""
+    summed = total.args[0]
+    dims = total.args[1]
+    return summed.target in _MULTIPLY and len(dims) == 1 and bool(summed.meta["val"].shape[dims[0]] == 2)
+
+
+def _moves_last_axes(walked: set[Node]) -> bool:
+    """Is a piece taken along the last axis, or along an axis of two halves in front of it?"""
+    return any(_is_along_last_axes(n) for n in walked if n.target in CUT or n.target in _MOVE)
+
+
+def _is_along_last_axes(n: Node) -> bool:
+    source = n.args[0]
+    shape = source.meta["val"].shape
+    if n.target in (aten.index.Tensor, aten.gather.default):
+        dims = [i for i, at in enumerate(n.args[1]) if at is not None] if n.target is aten.index.Tensor else [n.args[1]]
+    elif n.target in (aten.split.Tensor, aten.split_with_sizes.default):
+        dims = [argument(n, 2, "dim", 0)]
+    elif n.target is aten.roll.default:
+        dims = list(argument(n, 2, "dims", []))
+    elif n.target in FLIP:
+        dims = list(n.args[1])
+    else:
+        dims = [argument(n, 1, "dim", 0)]
+    rank = len(shape)
+    return any(d % rank == rank - 1 or (d % rank == rank - 2 and _is_two(shape[d])) for d in dims)
+
+
+def _is_two(size: object) -> bool:
+    return isinstance(size, int) and size == 2
+
+
 def _mixes_one_value(total: Node, walked: set[Node]) -> bool:
-    """Does a sum add a value's product and the product of the same value moved?"""
-    addends = [a for a in total.all_input_nodes if a in walked] or [total]
-    roots: list[set[Node]] = []
-    for a in [total, *addends] if total.target is aten.addcmul.default else addends:
-        factors = {f for m in (a, *a.all_input_nodes) for f in m.all_input_nodes}
-        roots.append({r for f in factors for r in _without_moves(f)})
-    return any(x & y for i, x in enumerate(roots) for y in roots[i + 1 :])
+    """Does a sum add products of two different pieces of one value?"""
+    addends = [a for a in total.all_input_nodes if a in walked]
+    if total.target is aten.addcmul.default:
+        addends = [total.args[0], total]
+    pieces: list[set[tuple[Node, Node]]] = []
+    for a in addends:
+        factors = a.args[1:3] if a is total else [f for f in a.all_input_nodes if a.target in _MULTIPLY]
+        pieces.append({p for f in factors if isinstance(f, Node) for p in _pieces(f)})
+    return any(
+        rx is ry and px is not py for i, x in enumerate(pieces) for y in pieces[i + 1 :] for rx, px in x for ry, py in y
+    )
 
 
-def _without_moves(n: Node, limit: int = 6) -> Iterator[Node]:
-    """n, and what it is a view, a cast or a rearrangement of."""
+def _pieces(n: Node, limit: int = 8) -> Iterator[tuple[Node, Node]]:
+    """(a value, the piece of it) for n and what it is a view, a cast or a rearrangement of."""
+    piece = n
     for _ in range(limit):
-        yield n
-        if n.op != "call_function" or not (n.target in LAYOUT or n.target in CAST or n.target in _MOVE):
+        yield n, piece
+        if n.op != "call_function" or not n.all_input_nodes:
             return
-        first = n.all_input_nodes
-        if not first:
+        if n.target in CUT or n.target in _MOVE:
+            piece = n
+        elif not (n.target in LAYOUT or n.target in CAST or n.target is aten.neg.default):
             return
-        n = first[0]
+        n = n.all_input_nodes[0]
 
 
-def _reason(n: Node, walked: set[Node]) -> Refuse:
-    through = _way_from_a_norm(n, walked)
+def _reason(n: Node, through: Node | None) -> Refuse:
     if through is not None:
         return Refuse(
             f"{n.name} rotates what {through.name} = {through.target} makes of a normalised value; between a norm and "
@@ -116,26 +176,37 @@ def _reason(n: Node, walked: set[Node]) -> Refuse:
     )
 
 
-def _way_from_a_norm(n: Node, walked: set[Node]) -> Node | None:
-    """The op nearest to the rotation, on a way back to a rsqrt, that is neither layout nor the rotation's own.
+def _way_from_a_norm(n: Node, walked: set[Node]) -> tuple[bool, Node | None]:
+    """(is there a rsqrt near, through pointwise ops and layout only; the op nearest to the rotation on a way to it).
 
-    Products and sums of the rotation lie on its side of a cut; whatever computes behind a cut is in between.
+    The op is one that is neither layout nor the rotation's own. Products and sums of the rotation lie on its side of a
+    cut; whatever computes behind a cut is in between.
     """
+    near = False
     seen: set[tuple[Node, bool]] = {(n, False)}
     todo: list[tuple[Node, bool, Node | None]] = [(n, False, None)]
     while todo and len(seen) < 4 * _NEAR:
         m, behind, through = todo.pop(0)
         behind = behind or m.target in CUT or m.target in _MOVE
         for a in m.all_input_nodes:
-            if a.target is aten.rsqrt.default and through is not None:
-                return through
-            if a.op != "call_function" or (a, behind) in seen:
+            if a.target is aten.rsqrt.default:
+                near = True
+                if through is not None:
+                    return True, through
+            if a.op != "call_function" or (a, behind) in seen or not _is_elementwise(a):
                 continue
             seen.add((a, behind))
             own = not behind and a in walked and (a.target in _MULTIPLY or a.target in _SUM)
-            plain = own or a.target in LAYOUT or a.target in CAST
+            plain = own or a.target in LAYOUT or a.target in CAST or a.target in CUT or is_fused(a)
             todo.append((a, behind, through if plain or through is not None else a))
-    return None
+    return near, None
+
+
+def _is_elementwise(n: Node) -> bool:
+    """Layout, cast or an op without a reduction or a product of matrices."""
+    if n.target in _WALKED or n.target is operator.getitem:
+        return True
+    return isinstance(n.target, torch._ops.OpOverload) and torch.Tag.pointwise in n.target.tags
 
 
 def _is_complex_rotation(n: Node) -> bool:
