@@ -52,12 +52,14 @@ def _is_pure_op(op: torch._ops.OpOverload) -> bool:
     return not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
-def derived_from(rstd: Node, other_rstds: set[Node], order: Mapping[Node, float]) -> set[Node] | None:
+def derived_from(rstd: Node, other_rstds: set[Node], order: Mapping[Node, float]) -> tuple[set[Node], bool]:
     """Everything computed from rstd through ops we understand, up to the next norm or the residual stream.
 
     Walked in graph order: by the time a sum is looked at, it is known whether both addends belong. A rotation only ever
     adds products of one x, so a sum with a foreign addend (x + attention(norm(x))) ends the walk; without that every
-    region would be the rest of the network. None where the region is larger than MAX_REGION.
+    region would be the rest of the network.
+
+    Returns the region and whether it is whole: the walk ends at MAX_REGION nodes.
     """
     seen, queued = {rstd}, set()
     todo: list[tuple[float, Node]] = []
@@ -77,9 +79,9 @@ def derived_from(rstd: Node, other_rstds: set[Node], order: Mapping[Node, float]
             continue
         seen.add(n)
         if len(seen) > MAX_REGION:
-            return None
+            return seen - {rstd}, False
         push(n)
-    return seen - {rstd}
+    return seen - {rstd}, True
 
 
 def _addends(n: Node) -> list[Node]:

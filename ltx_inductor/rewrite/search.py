@@ -53,16 +53,16 @@ def search(view: GraphView) -> Found:
 
 
 def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) -> None:
-    region = derived_from(st.rstd, rstds, view.order)
-    if region is None:
+    region, whole = derived_from(st.rstd, rstds, view.order)
+    if not any(n.target in JOIN or n.target in FLIP for n in region):
+        return  # nothing in it depends on which half of a head is asked for
+    if not whole:
         why = Refuse(
             f"too many operations are computed from {st.rstd.name} to search them",
             hint="report this graph: a rotation has about twenty",
         )
         out.misses.append(Miss(st.rstd, why, LIFT, certain=False))
         return
-    if not any(n.target in JOIN or n.target in FLIP for n in region):
-        return  # nothing in it depends on which half of a head is asked for
     size = view.sizes.numel(st.x)
     candidates = [n for n in region if n.target in _ENDS and n in view.live and view.sizes.numel(n) == size]
     found: list[SidePlan] = []
@@ -164,10 +164,10 @@ def _unknown_op_between(leaf: Node, region: set[Node], limit: int = 30) -> Node 
 
 
 def _other_norm(view: GraphView, other: NotANorm, rstds: set[Node], out: Found) -> None:
-    region = derived_from(other.rstd, rstds, view.order)
-    joins = [n for n in region or () if n.target in JOIN and n in view.live]
+    region, _ = derived_from(other.rstd, rstds, view.order)
+    joins = [n for n in region if n.target in JOIN and n in view.live]
     last = max(joins, key=view.order.__getitem__, default=None)
-    if region is None or last is None or not looks_like_rotation(last, region):
+    if last is None or not looks_like_rotation(last, region):
         return
     why = Refuse(
         f"{last.name} rotates a value that is normalised by something else than an RMSNorm: {other.reason}",

@@ -8,7 +8,7 @@ norm, RoPE with something between the norm and the rotation, a norm this rule ca
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +61,10 @@ def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[Suspect
         if n.target in JOIN or n.target in _SUM or n.target in _WRITE:
             walked = _rotation(n, covered)
             if walked:
-                typical = _moves_last_axes(walked)
+                typical = _is_typical(walked)
                 near, through = _way_from_a_norm(n, walked)
                 if typical or near:
-                    yield Suspect(n, _reason(n, through), typical and near)
+                    yield Suspect(n, _reason(n, near, through), typical and near)
                     taken |= walked
         elif n.target is aten.view_as_real.default and _is_complex_rotation(n):
             why = Refuse(
@@ -107,16 +107,20 @@ def _adds_a_pair(total: Node) -> bool:
     return summed.target in _MULTIPLY and len(dims) == 1 and bool(summed.meta["val"].shape[dims[0]] == 2)
 
 
-def _moves_last_axes(walked: set[Node]) -> bool:
-    """Is a piece taken along the last axis, or along an axis of two halves in front of it?"""
-    return any(_is_along_last_axes(n) for n in walked if n.target in CUT or n.target in _MOVE)
+def _is_typical(walked: set[Node]) -> bool:
+    """Does a sum mix two pieces of one value that lie along the last axis, or along two halves in front of it?"""
+    return any(_mixes_one_value(n, walked, _is_along_last_axes) for n in walked if n.target in _SUM)
 
 
 def _is_along_last_axes(n: Node) -> bool:
-    source = n.args[0]
-    shape = source.meta["val"].shape
-    if n.target in (aten.index.Tensor, aten.gather.default):
-        dims = [i for i, at in enumerate(n.args[1]) if at is not None] if n.target is aten.index.Tensor else [n.args[1]]
+    """Is n a piece along the last axis (wider than one element: that would be a factor per token), or of two halves?"""
+    if n.target not in CUT and n.target not in _MOVE:
+        return False
+    shape = n.args[0].meta["val"].shape
+    if n.target is aten.index.Tensor:
+        dims = [i for i, at in enumerate(n.args[1]) if at is not None]
+    elif n.target is aten.gather.default:
+        dims = [n.args[1]]
     elif n.target in (aten.split.Tensor, aten.split_with_sizes.default):
         dims = [argument(n, 2, "dim", 0)]
     elif n.target is aten.roll.default:
@@ -126,25 +130,38 @@ def _is_along_last_axes(n: Node) -> bool:
     else:
         dims = [argument(n, 1, "dim", 0)]
     rank = len(shape)
-    return any(d % rank == rank - 1 or (d % rank == rank - 2 and _is_two(shape[d])) for d in dims)
+    value = n.meta["val"]
+    single = n.target is aten.select.int or (n.target is aten.slice.Tensor and _is(value.shape[-1], 1))
+    return any((d % rank == rank - 1 and not single) or (d % rank == rank - 2 and _is(shape[d], 2)) for d in dims)
 
 
-def _is_two(size: object) -> bool:
-    return isinstance(size, int) and size == 2
+def _is(size: object, value: int) -> bool:
+    return isinstance(size, int) and size == value
 
 
-def _mixes_one_value(total: Node, walked: set[Node]) -> bool:
-    """Does a sum add products of two different pieces of one value?"""
+def _mixes_one_value(total: Node, walked: set[Node], is_piece: Callable[[Node], bool] = lambda _: True) -> bool:
+    """Does a sum add products of two different pieces of one value, one of which `is_piece` accepts?"""
     addends = [a for a in total.all_input_nodes if a in walked]
     if total.target is aten.addcmul.default:
         addends = [total.args[0], total]
     pieces: list[set[tuple[Node, Node]]] = []
     for a in addends:
-        factors = a.args[1:3] if a is total else [f for f in a.all_input_nodes if a.target in _MULTIPLY]
+        product = a if a is total else _product_under(a)
+        factors = product.args[-2:] if product.target in _MULTIPLY else ()
         pieces.append({p for f in factors if isinstance(f, Node) for p in _pieces(f)})
     return any(
         rx is ry and px is not py for i, x in enumerate(pieces) for y in pieces[i + 1 :] for rx, px in x for ry, py in y
     )
+
+
+def _product_under(n: Node, limit: int = 4) -> Node:
+    """The product that n is a piece, a view or a cast of."""
+    for _ in range(limit):
+        plain = n.target in LAYOUT or n.target in CAST or n.target in CUT or n.target is aten.neg.default
+        if n.target in _MULTIPLY or not plain or not n.all_input_nodes:
+            break
+        n = n.all_input_nodes[0]
+    return n
 
 
 def _pieces(n: Node, limit: int = 8) -> Iterator[tuple[Node, Node]]:
@@ -156,18 +173,23 @@ def _pieces(n: Node, limit: int = 8) -> Iterator[tuple[Node, Node]]:
             return
         if n.target in CUT or n.target in _MOVE:
             piece = n
-        elif not (n.target in LAYOUT or n.target in CAST or n.target is aten.neg.default):
+        elif not (n.target in LAYOUT or n.target in CAST or n.target in (aten.neg.default, aten.mul.Tensor)):
             return
         n = n.all_input_nodes[0]
 
 
-def _reason(n: Node, through: Node | None) -> Refuse:
+def _reason(n: Node, near: bool, through: Node | None) -> Refuse:
     if through is not None:
         return Refuse(
             f"{n.name} rotates what {through.name} = {through.target} makes of a normalised value; between a norm and "
             "its rotation there must be no scale, sum or other op",
             found=f"{through.name} = {through.target}",
             expected="torch.rms_norm of a query or key, then split RoPE on its result",
+        )
+    if near:
+        return Refuse(
+            f"{n.name} looks like a rotation of a normalised value, in a form that this rule does not read",
+            expected="n0*cos - n1*sin and n1*cos + n0*sin, joined by cat, stack or writes to slices",
         )
     return Refuse(
         f"{n.name} looks like a rotation, but not of a value that is a recognised RMSNorm",
