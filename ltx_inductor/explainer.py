@@ -66,7 +66,9 @@ def explain(
         quiet = {"joint_custom_pre_pass": passes, "force_disable_caches": True, "shape_padding": False}
         return compile_fx(gm, example_inputs, inner_compile=_eager, config_patches={**patches, **quiet})
 
-    torch.compile(_entry(_uncompiled(model)), backend=backend, dynamic=dynamic)(*args, **kwargs)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):  # the run draws from the generators, and leaves them as they were
+        torch.compile(_entry(_uncompiled(model)), backend=backend, dynamic=dynamic)(*args, **kwargs)
     if lost:
         raise LostFusionError(str(lost[0]))
     return RewriteReport(numbered(found))

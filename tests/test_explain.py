@@ -155,3 +155,10 @@ def test_a_module_compiled_in_place():
     model = stand_in.Model()
     model.compile(backend="ltx", options={"ltx_inductor.cpu": True})
     assert explain(model, X).count() == 1
+
+
+def test_the_random_generators_are_left_as_they_were():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    ltx_inductor.explain(lambda x: x + torch.rand_like(x), torch.zeros(8))
+    assert torch.equal(torch.get_rng_state(), before)

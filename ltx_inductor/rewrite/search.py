@@ -14,6 +14,7 @@ from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
 from ltx_inductor.rewrite.norm import NotANorm, Statistic, find_statistics
 from ltx_inductor.rewrite.region import computed_inside, derived_from, looks_like_rotation, reaches
 from ltx_inductor.rewrite.rope import CASES, LIFT, TERMS, Reader, Side
+from ltx_inductor.rewrite.size import ONE
 from ltx_inductor.rewrite.view import GraphView
 
 _ENDS = ARITHMETIC | CAST | JOIN  # what the value of a rotation can be computed by
@@ -79,11 +80,30 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
             if miss and (best is None or miss.stage > best.stage):
                 best = miss
     out.sides += sorted(found, key=lambda f: view.order[f.side.result])
+    if not found:
+        best = _broadcast(view, st, region) or best
     for f in found:
         out.covered |= computed_inside(f.side.result, region)
     if not found and best:
         out.misses.append(best)
         out.covered |= region
+
+
+def _broadcast(view: GraphView, st: Statistic, region: set[Node]) -> Miss | None:
+    """A rotation whose result has more elements than x: tables with a larger batch, or with heads x does not have."""
+    size = view.sizes.numel(st.x)
+    for n in sorted(region, key=view.order.__getitem__, reverse=True):
+        total = view.sizes.numel(n)
+        if n.target not in JOIN or n not in view.live or size is None or total is None:
+            continue
+        times = total.exactly_divided_by(size)
+        if times not in (None, ONE) and looks_like_rotation(n, region):
+            why = Refuse(
+                f"{n.name} has {times} times as many elements as {st.x.name}: the tables repeat every token or head",
+                expected="tables of x's own batch and heads, or of 1",
+            )
+            return Miss(n, why, LIFT)
+    return None
 
 
 def _accept(view: GraphView, st: Statistic, region: set[Node], side: Side) -> SidePlan:

@@ -86,6 +86,19 @@ def test_one_token(batch, table_batch, heads):
     assert len(rewritten(f, *args).sites) == 1
 
 
+@pytest.mark.parametrize("shape", [(2, HEADS), (1, 2 * HEADS)])
+def test_tables_that_repeat_the_tokens_are_named(shape):
+    def f(x, w, cos, sin):
+        n = F.rms_norm(x, (ROW,), w, 1e-6).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+        n = n[:, :1] if cos.shape[1] > HEADS else n
+        a, b = n.float().chunk(2, -1)
+        return torch.cat([torch.addcmul(a * cos, -sin, b), torch.addcmul(b * cos, sin, a)], -1)
+
+    report = rewritten(f, x(1), torch.rand(ROW).to(BF16), *tables(*shape, 6))
+    assert not report.sites
+    assert any("times as many elements" in r.reason for r in report.refusals)
+
+
 def test_a_size_that_only_the_running_model_knows_is_refused():
     """Inductor cannot fix the strides of such an operand for an opaque op; stock Inductor compiles the model."""
 
