@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,16 +55,7 @@ class DeviceKernels:
         index = torch.cuda.current_device() if need.device.index is None else need.device.index
         arch = torch.cuda.get_device_capability(index)
         missing = _unsupported(need, arch) or rope.prepare(
-            arch,
-            dtype=need.dtype,
-            table_dtype=need.table_dtype,
-            head_dim=need.head_dim,
-            hidden=need.hidden,
-            contract=need.contract,
-            per_head=need.per_head,
-            layout=need.layout,
-            shared=need.shared,
-            device=index,
+            arch, **_facts(need), layout=need.layout, shared=need.shared, device=index
         )
         if missing is None:
             missing = gate.refusal(need, index, self._reference)
@@ -92,15 +83,12 @@ class AssumedKernels:
 
 
 def _unsupported(need: Need, arch: tuple[int, int]) -> str | None:
-    return rope.unsupported(
-        dtype=need.dtype,
-        table_dtype=need.table_dtype,
-        head_dim=need.head_dim,
-        hidden=need.hidden,
-        contract=need.contract,
-        per_head=need.per_head,
-        arch=arch,
-    )
+    return rope.unsupported(arch=arch, **_facts(need))
+
+
+def _facts(need: Need) -> dict[str, Any]:
+    names = ("dtype", "table_dtype", "head_dim", "hidden", "contract", "per_head")
+    return {name: getattr(need, name) for name in names}
 
 
 @functools.cache
