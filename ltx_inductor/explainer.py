@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch.utils._pytree import tree_leaves
 
 from ltx_inductor.backend import split_options
 from ltx_inductor.joint_pass import LtxPass, StrictError, flatten, rewrite
@@ -19,6 +20,10 @@ from ltx_inductor.rewrite.report import GraphReport, LostFusionError, RewriteRep
 from ltx_inductor.session import numbered
 
 _numbers = itertools.count()
+_FOR_INFERENCE = (
+    "explained for inference, since the model is in eval mode and no input requires a gradient; called like this, with "
+    "autograd on, it gives a training graph, which is left alone: call it under torch.no_grad() or inference_mode()"
+)
 
 
 def explain(
@@ -33,7 +38,8 @@ def explain(
     Dynamo, AOTAutograd, Inductor's decompositions and a user's own passes run as in a compile; the captured graphs
     then run eagerly, so graph breaks are got over, and the inputs' side effects happen as in eager. CPU graphs are
     treated as they would be on a GPU. The grad mode of the caller counts: without `torch.no_grad()` a model with
-    parameters gives a training graph, whose sites are refused.
+    parameters gives a training graph, whose sites are refused. Only a module in eval mode, called with inputs that
+    require no gradient, is explained for inference all the same, and the report says so.
 
     model:   a module or function; one that is already compiled is looked at as it was before.
     options: as for the backend; keys "ltx_inductor.*" are ours, the others Inductor's.
@@ -67,11 +73,23 @@ def explain(
         return compile_fx(gm, example_inputs, inner_compile=_eager, config_patches={**patches, **quiet})
 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):  # the run draws from the generators, and leaves them as they were
+    inference = _is_inference(model, args, kwargs)
+    with (
+        torch.set_grad_enabled(torch.is_grad_enabled() and not inference),
+        torch.random.fork_rng(devices=devices),
+    ):  # the run draws from the generators, and leaves them as they were
         torch.compile(_entry(_uncompiled(model)), backend=backend, dynamic=dynamic)(*args, **kwargs)
     if lost:
         raise LostFusionError(str(lost[0]))
-    return RewriteReport(numbered(found))
+    return RewriteReport(numbered(found), remarks=[_FOR_INFERENCE] if inference else [])
+
+
+def _is_inference(model: Any, args: Any, kwargs: Any) -> bool:
+    """Autograd is on, but only because nobody turned it off: a module in eval mode, and no input wants a gradient."""
+    if not torch.is_grad_enabled() or not isinstance(model, torch.nn.Module) or model.training:
+        return False
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return not any(t.requires_grad for t in tensors) and any(p.requires_grad for p in model.parameters())
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
