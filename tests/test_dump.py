@@ -64,7 +64,7 @@ def graph(
     arg3_1: "f32[S0, S1, 64]",
 ):
 
-    # test_dump.py:30 in forward: y = self.norm(x).unflatten(-1, (8, -1)).transpose(1, 2)
+    # test_dump.py:31 in forward: y = self.norm(x).unflatten(-1, (8, -1)).transpose(1, 2)
     pow_1: "f32[S0, S1, 64]" = aten.pow.Tensor_Scalar(arg3_1, 2)
     mean: "f32[S0, S1, 1]" = aten.mean.dim(pow_1, [2], True)
     add: "f32[S0, S1, 1]" = aten.add.Scalar(mean, 9.999999974752427e-07)
@@ -74,12 +74,12 @@ def graph(
     view: "f32[S0, S1, 8, 8]" = aten.view.default(mul, [arg1_1, arg2_1, 8, 8])
     permute: "f32[S0, 8, S1, 8] strides [64*S1, 8, 64, 1]" = aten.permute.default(view, [0, 2, 1, 3])
 
-    # test_dump.py:31 in forward: a, b = y.split(4, -1)
+    # test_dump.py:32 in forward: a, b = y.split(4, -1)
     split: "(f32[S0, 8, S1, 4] strides [64*S1, 8, 64, 1], f32[S0, 8, S1, 4] strides [64*S1, 8, 64, 1])" = aten.split.Tensor(permute, 4, -1)
     getitem: "f32[S0, 8, S1, 4] strides [64*S1, 8, 64, 1]" = split[0]
     getitem_1: "f32[S0, 8, S1, 4] strides [64*S1, 8, 64, 1]" = split[1]
 
-    # test_dump.py:32 in forward: return torch.where(a > 0, b, float("-inf")).to(torch.bfloat16)
+    # test_dump.py:33 in forward: return torch.where(a > 0, b, float("-inf")).to(torch.bfloat16)
     gt: "b8[S0, 8, S1, 4] strides [32*S1, 4, 32, 1]" = aten.gt.Scalar(getitem, 0)
     scalar_tensor: "f32[]" = aten.scalar_tensor.default(float('-inf'), dtype=torch.float32, layout=torch.strided, device='cpu')
     where: "f32[S0, 8, S1, 4] strides [32*S1, 4, 32, 1]" = aten.where.self(gt, getitem_1, scalar_tensor)
