@@ -62,6 +62,25 @@ def measure(blocks: int, repeats: int = 5) -> dict[str, Any]:
     return row
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds over nodes, with the line of equal cost per node."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    nodes, ms = [r["nodes"] for r in rows], [r["pass_ms"] for r in rows]
+    axes.plot(nodes, ms, "o-", label="pass")
+    axes.plot([0, nodes[-1]], [0, ms[-1]], ":", color="gray", label="linear")
+    for r in rows:
+        axes.annotate(f"{r['blocks']} blocks, {r['sides']} sides", (r["nodes"], r["pass_ms"]), fontsize=8, ha="right")
+    axes.set(xlabel="nodes in the graph", ylabel="ms in the pass", title="LTX-2 transformer (diffusers), real captures")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 16, 48])
@@ -81,6 +100,7 @@ def main() -> None:
             "rows": rows,
         }
         args.out.write_text(json.dumps(facts, indent=2) + "\n")
+        plot(rows, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
