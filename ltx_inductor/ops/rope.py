@@ -243,6 +243,12 @@ def _both(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _slow(op: Callable[..., tuple[Tensor, ...]], results: int) -> Callable[..., tuple[Tensor, ...]]:
+    """`op` for the C kernel, which calls it for what it does not serve itself (see csrc/torch_dispatch.h).
+
+    The dispatcher's C entry swallows exceptions, so one comes back as data: the last result holds its address, with a
+    reference that the caller owns, or 0. Strings arrive as addresses too, since torch 2.11 leaks each one it is handed.
+    """
+
     def run(*args: Any) -> tuple[Tensor, ...]:
         address = 0
         try:
