@@ -91,6 +91,36 @@ def trace(module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None,
     return traced
 
 
+def rewritten(
+    module: nn.Module, inputs: Sequence[Any], rewrite: Callable[[fx.Graph], Any], dynamic: Axes | None = None
+) -> Callable[..., Any]:
+    """`module`, compiled for `inputs` up to the hook, where `rewrite` edits the graph; it then runs as it is."""
+
+    def run_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
+        def run(args: list[Any]) -> Any:
+            return gm(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    torch._dynamo.reset()
+    for i, axes in (dynamic or {}).items():
+        for axis in [axes] if isinstance(axes, int) else axes:
+            torch._dynamo.mark_dynamic(inputs[i], axis)
+    compiled = torch.compile(module, backend=functools.partial(compile_fx, inner_compile=run_as_it_is), fullgraph=True)
+
+    def call(*args: Any) -> Any:
+        with (
+            inductor_config.patch(joint_custom_pre_pass=rewrite, fx_graph_cache=False),
+            functorch_config.patch(enable_autograd_cache=False),
+            torch.no_grad(),
+        ):
+            return compiled(*args)
+
+    call(*inputs)
+    return call
+
+
 def capture(
     module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None, grad: bool = False
 ) -> list[fx.GraphModule]:

@@ -1,7 +1,8 @@
 """The corpus through the pass: what is rewritten, under which contract, why not, and that no bit changes.
 
-Bits are compared on 1e6 elements for one case of every contract ("full-..."), on about a thousand for every other one.
-They are compared with the graph the pass was given and with eager.
+Bits are compared with the graph the pass was given and with eager, on about a thousand elements for every way to trace
+a case; and with eager on a million for every spelling whose sequence can be dynamic (the same graph, run on a long one)
+and for one case of every contract that is traced at that size ("full-...").
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import functools
 import importlib
 import inspect
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from . import draws
-from .harness import ADDCMUL_KEPT, Traced, bit_difference, copy_graph, run_graph, trace
+from .harness import ADDCMUL_KEPT, Traced, bit_difference, copy_graph, rewritten, run_graph, trace
 from .models import either, real, refusals, spellings
 from .models.case import Case
 
@@ -46,6 +48,15 @@ def traced(case: Case, mode: str = "") -> tuple[torch.nn.Module, tuple, list[Tra
     torch.manual_seed(0)
     module, inputs = case.build(), case.inputs()
     return module, inputs, trace(module, inputs, case.dynamic.get(mode), case.grad)
+
+
+def grown(t: torch.Tensor, axes: int | Sequence[int], times: int) -> torch.Tensor:
+    """t, `times` as long along `axes`, with the same order of axes in memory; expanded axes stay expanded."""
+    kept = tuple(slice(0, 1) if st == 0 else slice(None) for st in t.stride())
+    order = sorted(range(t.dim()), key=lambda d: -t.stride(d))
+    repeats = [times if d in ([axes] if isinstance(axes, int) else axes) else 1 for d in order]
+    dense = t[kept].permute(order).repeat(repeats).permute([order.index(d) for d in range(t.dim())])
+    return dense.expand([n if st == 0 else m for n, st, m in zip(t.shape, t.stride(), dense.shape, strict=True)])
 
 
 def texts(report) -> list[str]:
@@ -99,6 +110,33 @@ def test_rewritten(case: Case, mode: str) -> None:
         assert count(after, TWO) == case.pairs
     after.graph.lint()
     check_bits(case, module, inputs, before, after)
+
+
+# take-tokens-cut relates its lengths by a sum, which growing all of them by a factor would break.
+LONG = [
+    c
+    for c in spellings.CASES
+    if c.head_dim and c.dynamic.get("seq") and not c.name.startswith("full-") and c.name != "take-tokens-cut"
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_a_million_elements(case: Case) -> None:
+    torch.manual_seed(0)
+    module, inputs, sites = case.build(), case.inputs(), []
+
+    def hook(graph: torch.fx.Graph) -> None:
+        sites.append(len(rewrite(graph).sites))
+
+    seq = case.dynamic["seq"]
+    call = rewritten(module, inputs, hook, seq)
+    times = -(-1_000_000 // inputs[0].numel())
+    long = tuple(grown(t, seq[i], times) if i in seq else t for i, t in enumerate(inputs))
+    assert long[0].numel() >= 1_000_000
+    draws.redraw(module, long, seq, case.head_dim, 7)
+    got = call(*fresh(long))
+    assert set(sites) == {case.sites}
+    assert bit_difference([got] if isinstance(got, torch.Tensor) else list(got), as_list(module, fresh(long))) is None
 
 
 @pytest.mark.parametrize(("case", "mode"), modes(refusals.CASES))
