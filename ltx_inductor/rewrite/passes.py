@@ -98,8 +98,11 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
 
     for miss in found.misses:
         refuse(miss.node, miss.why, miss.certain)
-    for suspect in uncovered_rotations(view, found.covered):
-        refuse(suspect.node, suspect.why, suspect.certain)
+    try:
+        for suspect in uncovered_rotations(view, found.covered):
+            refuse(suspect.node, suspect.why, suspect.certain)
+    except Exception as e:  # the sweep only tells; what was found is rewritten all the same
+        report.refusals.append(Refusal(RULE, internal_error(e).reason, certain=False))
     kept: list[SidePlan] = []
     for side in found.sides:
         if side.side.x.node.meta["val"].device.type == "cpu" and not config.cpu:

@@ -67,7 +67,7 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
     size = view.sizes.numel(st.x)
     candidates = [n for n in region if n.target in _ENDS and n in view.live and view.sizes.numel(n) == size]
     found: list[SidePlan] = []
-    best: Miss | None = None
+    misses: list[Miss] = []
     for n in sorted(candidates, key=view.order.__getitem__, reverse=True):
         if any(_related(n, f.side.result, region) for f in found):
             continue
@@ -77,16 +77,18 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
             found.append(_accept(view, st, region, reader.read()))
         except Refuse as why:
             miss = _worth_telling(view, reader, region, why)
-            if miss and (best is None or miss.stage > best.stage):
-                best = miss
+            misses += [miss] if miss else []
     out.sides += sorted(found, key=lambda f: view.order[f.side.result])
-    if not found:
-        best = _broadcast(view, st, region) or best
     for f in found:
         out.covered |= computed_inside(f.side.result, region)
-    if not found and best:
+    # A value on the way to a site, or behind one, need not read as a rotation; another one beside it is a near-match.
+    misses = [m for m in misses if not any(_related(m.node, f.side.result, region) for f in found)]
+    best = max(misses, key=lambda m: m.stage, default=None)
+    if not found:
+        best = _broadcast(view, st, region) or best
+    if best:
         out.misses.append(best)
-        out.covered |= region
+        out.covered |= computed_inside(best.node, region) if found else region
 
 
 def _broadcast(view: GraphView, st: Statistic, region: set[Node]) -> Miss | None:

@@ -156,3 +156,15 @@ def test_strict_does_not_mind_what_only_looks_like_a_rotation():
 
     with pytest.raises(LostFusionError):
         rewritten(no_norm, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6), config=Config(cpu=True, strict=True))
+
+
+def test_a_bad_rotation_beside_a_good_one_of_the_same_norm_is_named():
+    def f(x, w, cos, sin):
+        n = F.rms_norm(x, (ROW,), w, 1e-6)
+        a, b = n.unflatten(-1, (HEADS, DIM)).transpose(1, 2).float().chunk(2, -1)
+        wrong = torch.cat([torch.addcmul(a * cos, sin, b), torch.addcmul(b * cos, sin, a)], -1)
+        return rotate(n, cos, sin), wrong
+
+    report = rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6))
+    assert len(report.sites) == 1
+    assert any("reflection" in r.reason for r in report.refusals)

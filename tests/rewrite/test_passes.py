@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ltx_inductor.config import Config
-from ltx_inductor.rewrite import replace, search
+from ltx_inductor.rewrite import passes, replace, search
 from ltx_inductor.rewrite.passes import KernelNeed, rewrite_graph
 from ltx_inductor.rewrite.report import LostFusionError
 from tests.harness import bit_difference, copy_graph, run_graph, trace
@@ -108,6 +108,16 @@ def test_an_internal_error_leaves_the_graph_as_it_was(layers, monkeypatch, where
     assert not report.sites
     assert sum("ZeroDivisionError: planted" in r.reason for r in report.refusals) == 8
     assert [str(n.format_node()) for n in gm.graph.nodes] == [str(n.format_node()) for n in layers.gm.graph.nodes]
+
+
+def test_a_broken_sweep_costs_no_site(layers, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(passes, "uncovered_rotations", broken)
+    _, report = rewritten(layers)
+    assert len(report.sites) == 8
+    assert "planted" in report.refusals[0].reason
 
 
 def test_one_broken_launch_does_not_cost_the_others(layers, monkeypatch):
