@@ -122,17 +122,16 @@ def computed_inside(n: Node, region: set[Node]) -> set[Node]:
     return seen
 
 
-def reaches(start: Node, goal: Node, region: set[Node]) -> bool:
-    """Is goal computed from start inside the region?"""
-    seen, todo = {start}, [start]
+def reached_inside(n: Node, region: set[Node]) -> set[Node]:
+    """The nodes of the region that are computed from n."""
+    seen: set[Node] = set()
+    todo = [n]
     while todo:
         for u in todo.pop().users:
-            if u is goal:
-                return True
             if u in region and u not in seen:
                 seen.add(u)
                 todo.append(u)
-    return False
+    return seen
 
 
 def live_nodes(graph: Graph) -> set[Node]:

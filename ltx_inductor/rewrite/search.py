@@ -12,7 +12,7 @@ from ltx_inductor.rewrite.layout import FLIP, JOIN, LAYOUT
 from ltx_inductor.rewrite.legality import check_region
 from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
 from ltx_inductor.rewrite.norm import NotANorm, Statistic, find_statistics
-from ltx_inductor.rewrite.region import computed_inside, derived_from, looks_like_rotation, reaches
+from ltx_inductor.rewrite.region import computed_inside, derived_from, looks_like_rotation, reached_inside
 from ltx_inductor.rewrite.rope import CASES, LIFT, TERMS, Reader, Side
 from ltx_inductor.rewrite.size import ONE
 from ltx_inductor.rewrite.view import GraphView
@@ -88,7 +88,7 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
         best = _broadcast(view, st, region) or best
     if best:
         out.misses.append(best)
-        out.covered |= computed_inside(best.node, region) if found else region
+        out.covered |= computed_inside(best.node, region) | reached_inside(best.node, region)
 
 
 def _broadcast(view: GraphView, st: Statistic, region: set[Node]) -> Miss | None:
@@ -151,7 +151,7 @@ def _next_layout(view: GraphView, st: Statistic, region: set[Node], side: Side) 
 
 
 def _related(a: Node, b: Node, region: set[Node]) -> bool:
-    return a is b or reaches(a, b, region) or reaches(b, a, region)
+    return a is b or b in reached_inside(a, region) or a in reached_inside(b, region)
 
 
 def _worth_telling(view: GraphView, reader: Reader, region: set[Node], why: Refuse) -> Miss | None:
