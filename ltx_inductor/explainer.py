@@ -73,7 +73,7 @@ def explain(
         return compile_fx(gm, example_inputs, inner_compile=_eager, config_patches={**patches, **quiet})
 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    inference = _is_inference(model, args, kwargs)
+    inference = _is_inference(_uncompiled(model), args, kwargs)
     with (
         torch.set_grad_enabled(torch.is_grad_enabled() and not inference),
         torch.random.fork_rng(devices=devices),

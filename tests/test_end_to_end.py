@@ -64,9 +64,11 @@ def test_explain_and_expect():
 
 
 def test_a_model_in_eval_mode_is_explained_for_inference_and_the_report_says_so():
-    report = ltx_inductor.explain(QueriesAndKeys(64).to(torch.bfloat16).eval(), *inputs())
-    report.expect(rmsnorm_split_rope=2)
-    assert "torch.no_grad()" in str(report)
+    model = QueriesAndKeys(64).to(torch.bfloat16).eval()
+    for given in (model, torch.compile(model, backend="ltx")):
+        report = ltx_inductor.explain(given, *inputs())
+        report.expect(rmsnorm_split_rope=2)
+        assert "torch.no_grad()" in str(report)
 
 
 def test_training_is_refused_with_a_hint():
