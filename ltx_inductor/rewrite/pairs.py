@@ -128,14 +128,10 @@ def _attention_readers(view: GraphView, result: Node) -> Iterator[tuple[Node, in
         for u in n.users:
             if u not in view.live:
                 continue
-            if u.target in _MATMUL or (u.op == "call_function" and _ATTENTION.search(_name(u))):
+            if u.target in _MATMUL or (u.op == "call_function" and _ATTENTION.search(str(u.target))):
                 index = next((i for i, a in enumerate(u.args) if a is n), None)
                 if index is not None:
                     yield u, index
             elif u not in seen and (u.target in LAYOUT or u.target in CAST or u.target in PRODUCT):
                 seen.add(u)
                 todo.append(u)
-
-
-def _name(n: Node) -> str:
-    return str(n.target)

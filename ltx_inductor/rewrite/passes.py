@@ -204,14 +204,10 @@ def _needs(launch: Launch) -> list[KernelNeed]:
 def _shapes(planned: SidePlan) -> dict[str, str]:
     def text(n: Node) -> str:
         value = n.meta["val"]
-        return f"{[_size(s) for s in value.shape]}".replace("'", "").replace(" ", "")
+        return f"[{','.join(str(s) for s in value.shape)}]"
 
     side = planned.side
     return {"x": text(side.x.node), "cos": text(side.cos.node), "out": text(side.result)}
-
-
-def _size(s: object) -> str:
-    return str(s)
 
 
 def _refusal(node: Node, why: Refuse, certain: bool) -> Refusal:

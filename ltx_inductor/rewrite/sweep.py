@@ -104,7 +104,7 @@ def _adds_a_pair(total: Node) -> bool:
     """A sum over one axis of size 2 of a product: a 2 x 2 matrix times the halves."""
     summed = total.args[0]
     dims = total.args[1]
-    return summed.target in _MULTIPLY and len(dims) == 1 and bool(summed.meta["val"].shape[dims[0]] == 2)
+    return summed.target in _MULTIPLY and len(dims) == 1 and _is(summed.meta["val"].shape[dims[0]], 2)
 
 
 def _is_typical(walked: set[Node]) -> bool:
@@ -114,6 +114,8 @@ def _is_typical(walked: set[Node]) -> bool:
 
 def _is_along_last_axes(n: Node) -> bool:
     """Is n a piece along the last axis (wider than one element: that would be a factor per token), or of two halves?"""
+    if n.target is operator.getitem:
+        n = n.args[0]
     if n.target not in CUT and n.target not in _MOVE:
         return False
     shape = n.args[0].meta["val"].shape
@@ -150,7 +152,11 @@ def _mixes_one_value(total: Node, walked: set[Node], is_piece: Callable[[Node], 
         factors = product.args[-2:] if product.target in _MULTIPLY else ()
         pieces.append({p for f in factors if isinstance(f, Node) for p in _pieces(f)})
     return any(
-        rx is ry and px is not py for i, x in enumerate(pieces) for y in pieces[i + 1 :] for rx, px in x for ry, py in y
+        rx is ry and px is not py and (is_piece(px) or is_piece(py))
+        for i, x in enumerate(pieces)
+        for y in pieces[i + 1 :]
+        for rx, px in x
+        for ry, py in y
     )
 
 

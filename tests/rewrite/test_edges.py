@@ -150,6 +150,7 @@ def test_strict_does_not_mind_what_only_looks_like_a_rotation():
 
     args = torch.randn(8, ROW), torch.rand(8, 2), torch.arange(8).flip(0)
     rewritten(combine, *args, config=Config(cpu=True, strict=True))
+    assert not rewritten(combine, *args).refusals  # tokens are gathered, and no norm is near: not even a suspect
 
     def no_norm(x, w, cos, sin):
         return rotate(F.rms_norm(x, (ROW,), w, 1e-6) * 0.5, cos, sin)
