@@ -51,6 +51,10 @@ class Remembering:
         note: str | None = self._kernels.note(need)
         return note
 
+    def proof(self, need: Any) -> str:
+        sentence: str = self._kernels.proof(need)
+        return sentence
+
 
 def ask_again(needs: Iterable[Mapping[str, Any]], example_inputs: Sequence[Any]) -> list[str]:
     """Makes the kernels of a cached graph ready on the device of its inputs; what is missing, as sentences."""

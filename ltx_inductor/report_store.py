@@ -28,7 +28,7 @@ from torch import fx
 from ltx_inductor.rewrite.report import GraphReport
 
 log = logging.getLogger("ltx_inductor")
-_FORMAT = 1
+_FORMAT = 2
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 

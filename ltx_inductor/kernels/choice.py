@@ -66,6 +66,12 @@ class DeviceKernels:
     def note(self, need: Need) -> str | None:
         return None
 
+    def proof(self, need: Need) -> str:
+        if need.device.type == "cpu":
+            return "on the CPU the op runs its reference: the eager chain, op by op"
+        index = torch.cuda.current_device() if need.device.index is None else need.device.index
+        return gate.proof(need, index)
+
 
 class AssumedKernels:
     """For `explain`: a CPU graph is reported as it would be on an H100 or H200, a CUDA graph as on its device."""
@@ -80,6 +86,12 @@ class AssumedKernels:
             return None
         missing = _unsupported(need, ASSUMED_ARCH)
         return f"on a GPU of compute capability 9.0: {missing}" if missing else None
+
+    def proof(self, need: Need) -> str:
+        return (
+            "nothing was run for this report; before its first use on a device the kernel is compared with eager there "
+            f"(bits, at least {gate.ELEMENTS:,} elements)"
+        )
 
 
 def _unsupported(need: Need, arch: tuple[int, int]) -> str | None:

@@ -44,6 +44,14 @@ def refusal(need: Any, device: int, reference: Callable[..., Tensor]) -> str | N
         return _verdicts[key]
 
 
+def proof(need: Any, device: int) -> str:
+    """What `refusal` found when it gave None, as a sentence."""
+    record = _read(store.cache_root() / "proofs" / f"{_key(need, device)}.proof") or {}
+    where = f" on {record['device']} with torch {record['torch']}" if record else " on this device"
+    count = f"{record['elements']:,}" if record else f"at least {ELEMENTS:,}"
+    return f"the kernel was compared with eager{where}: {count} elements, no bit differs"
+
+
 def _key(need: Any, device: int) -> str:
     properties = torch.cuda.get_device_properties(device)
     facts = [

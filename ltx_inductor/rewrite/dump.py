@@ -151,11 +151,23 @@ def _frames(trace: str) -> tuple[str, ...]:
 
 def _statement(node: fx.Node) -> str:
     if node.op == "output":
+        return call_text(node)
+    return f"{node.name}{_annotation(node)} = {call_text(node)}"
+
+
+def op_name(node: fx.Node) -> str:
+    """Such as "aten.mul.Tensor", "getitem", "placeholder"."""
+    if node.op == "call_function":
+        return "getitem" if node.target is operator.getitem else _name(node.target)
+    return node.op
+
+
+def call_text(node: fx.Node) -> str:
+    """The right side of a node's line: "aten.mul.Tensor(x, rsqrt)"; "" for an input."""
+    if node.op == "placeholder":
+        return ""
+    if node.op == "output":
         return f"return {_value(node.args[0])}"
-    return f"{node.name}{_annotation(node)} = {_call(node)}"
-
-
-def _call(node: fx.Node) -> str:
     if node.op == "get_attr":
         return f"self.{node.target}"
     args = [_value(a) for a in node.args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
@@ -196,11 +208,12 @@ def _value(value: Any) -> str:
 
 def _annotation(node: fx.Node) -> str:
     """As in `x: "bf16[2, s0, 64]"`; strides follow where they are not those of a contiguous tensor."""
-    text = _type(node.meta.get("val"))
+    text = type_text(node.meta.get("val"))
     return f': "{text}"' if text else ""
 
 
-def _type(value: Any) -> str:
+def type_text(value: Any) -> str:
+    """dtype, sizes, and strides where they are not contiguous: "bf16[1, 24, 64]"; "" for no value."""
     if isinstance(value, torch.Tensor):
         dtype = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
         strides = "" if _contiguous(value) else f" strides [{', '.join(str(s) for s in value.stride())}]"
@@ -209,7 +222,7 @@ def _type(value: Any) -> str:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return f"{type(value).__name__} {value}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(_type(v) for v in value)})"
+        return f"({', '.join(type_text(v) for v in value)})"
     return ""
 
 

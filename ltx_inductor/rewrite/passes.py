@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from ltx_inductor.config import Config
 from ltx_inductor.rewrite import dump
 from ltx_inductor.rewrite.axes import SidePlan
 from ltx_inductor.rewrite.digits import Refuse, internal_error
-from ltx_inductor.rewrite.pairs import Launch, pair_sides
+from ltx_inductor.rewrite.drawing import Drawings
+from ltx_inductor.rewrite.pairs import Launch, input_nodes, pair_sides
 from ltx_inductor.rewrite.pictures import Pictures
 from ltx_inductor.rewrite.replace import Replacer
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, RewriteReport, Site
@@ -61,6 +63,10 @@ class Kernels(Protocol):
 
     def note(self, need: KernelNeed) -> str | None:
         """Something worth telling about a launch that is written all the same, or None."""
+        ...
+
+    def proof(self, need: KernelNeed) -> str:
+        """How it is known that the launch has eager's bits; asked where `refusal` gave None."""
         ...
 
 
@@ -113,27 +119,45 @@ def _run(graph: Graph, config: Config, kernels: Kernels | None, report: GraphRep
     replacer = Replacer(view, launches)
     sites: list[tuple[float, Site]] = []
     pairs = 0
+    drawings = Drawings(graph, view.order)
     for launch in launches:
         described = [(s, _shapes(s), source_line(s.side.statistic.rstd)) for s in launch.sides]
+        alike = tuple((source, *shapes.values(), s.side.contract.name) for s, shapes, source in described)
+        sizes = traffic(launch)
         try:
-            _ask(kernels, launch, report)
+            proof = _ask(kernels, launch, report)
+            inputs = [n for s in launch.sides for n in input_nodes(s)]
+            drawn = drawings.before(alike, inputs, [s.side.result for s in launch.sides])
             before = pictures.before(view, launch) if pictures else None
             op = replacer.replace(launch)
         except Exception as e:  # the replacer has taken its nodes out again
             for s, _, _ in described:
                 refuse(s.side.result, e if isinstance(e, Refuse) else internal_error(e))
             continue
-        number = None
+        number, drawing = None, drawings.after(alike, drawn, op)
         if len(launch.sides) == 2:
             number, pairs = pairs, pairs + 1
-        for (s, shapes, source), role in zip(described, launch.roles, strict=True):
-            name = str(op.target).removesuffix(".default").replace(".", "::")
-            site = Site(RULE, name, role, number, source, shapes, s.side.contract.name, s.side.result.name)
+        name = str(op.target).removesuffix(".default").replace(".", "::")
+        for (s, shapes, source), role, size in zip(described, launch.roles, sizes, strict=True):
+            site = Site(
+                RULE,
+                name,
+                role,
+                number,
+                source,
+                shapes,
+                s.side.contract.name,
+                s.side.result.name,
+                drawing=drawing,
+                bytes=size,
+                proof=proof,
+            )
             sites.append((view.order[s.side.result], site))
         if pictures and before:
             pictures.after(before, f"{RULE} {described[0][2]}")
     replacer.finish()
     graph.lint()
+    report.drawings += drawings.done
     report.sites += [s for _, s in sorted(sites, key=lambda t: t[0])]
     report.refusals += [r for _, r in sorted(refusals, key=lambda t: t[0])]
 
@@ -161,8 +185,12 @@ def _on_the_cpu() -> Refuse:
     )
 
 
-def _ask(kernels: Kernels | None, launch: Launch, report: GraphReport) -> None:
-    """Raises Refuse where a side has no kernel; notes what is worth telling, and the time it took to get it ready."""
+def _ask(kernels: Kernels | None, launch: Launch, report: GraphReport) -> str:
+    """How it is known that the kernels have eager's bits. Raises Refuse where a side has no kernel.
+
+    Notes what is worth telling, and the time it took to get the kernels ready.
+    """
+    proofs: dict[str, None] = {}
     start = time.perf_counter()
     try:
         for need in _needs(launch) if kernels else ():
@@ -173,8 +201,10 @@ def _ask(kernels: Kernels | None, launch: Launch, report: GraphReport) -> None:
             note = kernels.note(need)
             if note and note not in report.notes:
                 report.notes.append(note)
+            proofs[kernels.proof(need)] = None
     finally:
         report.kernel_ms += (time.perf_counter() - start) * 1e3
+    return "; ".join(proofs)
 
 
 def _needs(launch: Launch) -> list[KernelNeed]:
@@ -199,6 +229,29 @@ def _needs(launch: Launch) -> list[KernelNeed]:
         if need not in needs:
             needs.append(need)
     return needs
+
+
+def traffic(launch: Launch) -> list[int | None]:
+    """Bytes that the op has to move for each side: its operands and its result once, shared tables by the first.
+
+    None where a size is dynamic.
+    """
+    counted: set[Node] = set()
+    found: list[int | None] = []
+    for s in launch.sides:
+        nodes = [s.side.result, *(n for n in input_nodes(s) if n not in counted)]
+        counted.update((s.cos.node, s.sin.node))
+        sizes = [_size(n.meta["val"]) for n in nodes]
+        found.append(None if None in sizes else sum(size or 0 for size in sizes))
+    return found
+
+
+def _size(value: torch.Tensor) -> int | None:
+    """Bytes of the memory a tensor covers, broadcast axes once; None if dynamic."""
+    pairs = list(zip(value.shape, value.stride(), strict=True))
+    if not all(isinstance(i, int) for pair in pairs for i in pair):
+        return None
+    return math.prod(size for size, stride in pairs if stride) * value.element_size()
 
 
 def _shapes(planned: SidePlan) -> dict[str, str]:

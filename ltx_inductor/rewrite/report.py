@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ltx_inductor.rewrite.drawing import Drawing
+
 
 class LostFusionError(RuntimeError):
     """A rewrite that was asked for did not happen; the message lists what is missing and why."""
@@ -27,6 +29,10 @@ class Site:
     shapes:   sizes as text, symbols for dynamic ones, by operand: x, cos, out.
     contract: the rounding contract, see `ltx_inductor.contract`.
     node:     the graph value that was replaced.
+    graph:    number of the graph in its report.
+    drawing:  number of the before/after drawing in its graph's `drawings`, else None. Sites that look alike share one.
+    bytes:    what the op at least has to move for this side (operands and result once); None for dynamic sizes.
+    proof:    how it is known that the op has eager's bits here, as a sentence; "" where nobody was asked.
     """
 
     rule: str
@@ -38,6 +44,9 @@ class Site:
     contract: str
     node: str
     graph: int = 0
+    drawing: int | None = None
+    bytes: int | None = None
+    proof: str = ""
 
     def __str__(self) -> str:
         side = f"{self.side} side" if self.side else "one side"
@@ -84,6 +93,7 @@ class GraphReport:
     pass_ms: float = 0.0
     kernel_ms: float = 0.0  # building, loading and proving kernels; the second time it is next to nothing
     notes: list[str] = field(default_factory=list)
+    drawings: list[Drawing] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,6 +108,7 @@ class GraphReport:
             float(data["pass_ms"]),
             float(data["kernel_ms"]),
             list(data["notes"]),
+            [Drawing.from_dict(d) for d in data["drawings"]],
         )
 
 
