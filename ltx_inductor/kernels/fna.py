@@ -1,0 +1,228 @@
+"""3D neighborhood attention on CUDA, schedule `fast`: what it takes, how it is made ready, and the launch.
+
+The kernel is csrc/fna.cu, which says how it works. It is compiled once per window, a few seconds each; sizes of the
+grid, heads, strides and scale are arguments. `prepare` compiles and loads it while a graph is compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ltx_inductor.kernels import build, driver
+from ltx_inductor.kernels.rope import KernelNotReadyError
+
+HEAD_DIM = 64
+WINDOWS = range(2, 16)  # per axis
+ARCH = "90a"
+Window = tuple[int, int, int]
+_LOG2_E = 1.4426950408889634
+_SHARED_BYTES_OF_SM = 228 * 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What follows from a window; the same numbers as in csrc/fna_config.h, where they are explained."""
+
+    box_w: int  # keys of a box row
+    box_h: int  # rows of a box
+    middle: int  # rows that are fetched in one piece
+    warpgroups: int  # consumers of a CTA
+    ctas: int  # of an SM
+    stages: int  # slices of K and of V in shared memory
+    shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @staticmethod
+    @functools.cache
+    def of(window: Window) -> Shape:
+        wt, wh, ww = window
+        box_w = 8 if ww <= 5 else 16 if ww <= 13 else 32
+        box_h = wh + 3
+        if box_w == 8:
+            box_h += box_h % 2
+        warpgroups = 2 if wt <= 5 else 3 if wt <= 9 else 4
+        ctas = 2 if wt <= 5 else 1
+        fixed = warpgroups * 8192 + 2048 + 256 + 1024
+        both = 2 * box_h * box_w * 2 * HEAD_DIM
+        stages = min(4, (_SHARED_BYTES_OF_SM // ctas - 1024 - fixed) // both)
+        return Shape(box_w, box_h, box_h - (6 if wh >= 3 else 0), warpgroups, ctas, stages, fixed + stages * both)
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("tensors", ctypes.c_void_p * 4),  # q, k, v, out
+        ("strides", (ctypes.c_int64 * 5) * 3),
+        ("sizes", ctypes.c_int32 * 5),  # B, T, H, W, heads
+        ("segment", ctypes.c_int32),
+        ("segments", ctypes.c_int32),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+def unsupported(
+    *, arch: tuple[int, int], dtype: torch.dtype, head_dim: int, kernel_size: Window, exact: bool = False
+) -> str | None:
+    """None if there is a kernel for this, else a sentence. Pure: builds nothing, looks at no device.
+
+    exact: bit for bit NATTEN's result is wanted, not just its accuracy.
+    """
+    if exact:
+        return "no neighborhood-attention kernel with NATTEN's bits is built in; NATTEN itself runs under exact=True"
+    if arch != (9, 0):
+        return f"no neighborhood-attention kernel for compute capability {arch[0]}.{arch[1]}; expected 9.0 (H100, H200)"
+    if dtype != torch.bfloat16:
+        return f"no neighborhood-attention kernel for {dtype}; expected torch.bfloat16"
+    if head_dim != HEAD_DIM:
+        return f"no neighborhood-attention kernel for head_dim {head_dim}; expected {HEAD_DIM}"
+    if len(kernel_size) != 3 or any(w not in WINDOWS for w in kernel_size):
+        return f"no neighborhood-attention kernel for window {tuple(kernel_size)}; expected three sizes from 2 to 15"
+    return None
+
+
+_lock = threading.Lock()
+_functions: dict[tuple[int, Window], int] = {}
+
+
+def prepare(
+    arch: tuple[int, int],
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    kernel_size: Window,
+    exact: bool = False,
+    device: int,
+) -> str | None:
+    """Builds (or finds) the kernel and loads it on `device`; None, or a sentence that says why it cannot be used."""
+    window: Window = (kernel_size[0], kernel_size[1], kernel_size[2])
+    missing = unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=window, exact=exact)
+    if missing is not None:
+        return missing
+    with _lock:
+        if (device, window) in _functions:
+            return None
+        try:
+            image = cubin(window)
+            _functions[device, window] = driver.load(image, "ltx_fna", device, Shape.of(window).shared_bytes)
+        except (build.BuildError, build.MissingToolError, driver.DriverError, OSError) as error:
+            return f"the neighborhood-attention kernel for window {window} cannot be built or loaded: {error}"
+    return None
+
+
+def cubin(window: Window) -> bytes:
+    """The compiled kernel of a window, from the cache or built. Raises what `build.cubin` raises."""
+    flags = [f"-DLTX_{axis}={size}" for axis, size in zip(("WT", "WH", "WW"), window, strict=True)]
+    return build.cubin(f"fna-{'x'.join(map(str, window))}", ARCH, flags, "fna.cu")
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: Window, scale: float, exact: bool = False) -> Tensor:
+    """Neighborhood attention of q, k, v [B, T, H, W, heads, 64], bf16, on one CUDA device; the result is contiguous.
+
+    Tensors that the TMA cannot address (16-byte alignment, unit stride along head_dim) are copied first. Raises
+    KernelNotReadyError if `prepare` has not been called for the window and device.
+    """
+    window: Window = (kernel_size[0], kernel_size[1], kernel_size[2])
+    device = q.device.index
+    function = _functions.get((device, window))
+    if function is None or exact:
+        kind = "exact" if exact else "fast"
+        raise KernelNotReadyError(f"the {kind} neighborhood-attention kernel of {window} is not ready on {q.device}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    q, k, v = (_addressable(t) for t in (q, k, v))
+    for part in _launches(q, k, v):
+        _launch(function, q[part], k[part], v[part], out[part], window, scale, device)
+    return out
+
+
+def _addressable(t: Tensor) -> Tensor:
+    strides = [s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
+    fits = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 and s < 1 << 38 for s in strides)
+    return t if fits else t.contiguous()
+
+
+def _launches(*tensors: Tensor) -> Iterator[slice]:
+    """The batch in one launch where it lies behind T like one longer T, else one launch each."""
+    batch, length = tensors[0].shape[:2]
+    if batch == 1 or all(t.stride(0) == length * t.stride(1) or length == 1 for t in tensors):
+        yield slice(0, batch)
+    else:
+        yield from (slice(b, b + 1) for b in range(batch))
+
+
+def _launch(
+    function: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: Window, scale: float, device: int
+) -> None:
+    shape = Shape.of(window)
+    batch, t, h, w, heads = q.shape[:5]
+    multiprocessors = _multiprocessors(device)
+    columns = -(-h // 4) * -(-w // 4) * heads * batch
+    tiles = -(-t // 4)
+    segment = tiles_per_item(tiles, columns, window, multiprocessors * shape.ctas)
+    segments = -(-tiles // segment)
+    items = columns * segments
+    if items > 0x7FFFFFFF or batch * t > 0x7FFFFFFF:
+        raise ValueError(f"q of shape {list(q.shape)}: neighborhood attention takes at most 2^31 query tiles in a call")
+    params = _Params(segment=segment, segments=segments, scale_log2=scale * _LOG2_E)
+    params.sizes[:] = (batch, t, h, w, heads)
+    params.tensors[:] = tuple(x.data_ptr() for x in (q, k, v, out))
+    for row, x in zip(params.strides, (q, k, v), strict=True):
+        row[:] = x.stride()[:5]
+    maps = [_map(q, (4, 4, 4), "wth")]
+    for x in (k, v):
+        maps += [_map(x, (shape.box_w, rows, 1), "wht") for rows in (1, max(1, shape.middle))]
+    blocks = min(items, multiprocessors * shape.ctas)
+    driver.launch(function, blocks, shape.threads, shape.shared_bytes, device, [*maps, params])
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _map(x: Tensor, box: tuple[int, int, int], order: str) -> object:
+    """x as the TMA sees it: head_dim, heads, then W, H and T (with B in front of it) in `order`, innermost first."""
+    batch, t, h, w, heads, _ = x.shape
+    size = {"t": batch * t, "h": h, "w": w}
+    stride = {"t": x.stride(1), "h": x.stride(2), "w": x.stride(3)}
+    if t == 1:
+        stride["t"] = x.stride(0)
+    steps = [x.stride(4), *(stride[axis] for axis in order)]
+    sizes = [heads, *(size[axis] for axis in order)]
+    # an axis of size 1 is never stepped along, and torch may leave any stride there
+    return driver.tensor_map(
+        x.data_ptr(),
+        (HEAD_DIM, *sizes),
+        tuple(2 * (s if n > 1 else HEAD_DIM) for s, n in zip(steps, sizes, strict=True)),
+        (HEAD_DIM, 1, *box),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def tiles_per_item(tiles: int, columns: int, window: Window, ctas: int) -> int:
+    """How many tiles of T a CTA takes at a time: all of a column, or a part where there are too few columns.
+
+    A part reads wt - 1 slices that its neighbours read too. From wt = 13 on a consumer's next tile would start before
+    its last one ends, so there a part is one tile for each consumer.
+    """
+    wt, consumers = window[0], Shape.of(window).warpgroups
+    if 2 * wt - wt // 2 > 4 * consumers + 2:
+        return consumers
+    if columns >= 8 * ctas:
+        return tiles
+
+    def cost(segment: int) -> int:  # slices that the busiest CTA computes or waits for
+        rounds = -(-columns * -(-tiles // segment) // ctas)
+        return rounds * max(-(-segment // consumers) * (wt + 3), (4 * segment + wt - 1) // 2)
+
+    return min(range(tiles, 0, -1), key=cost)
