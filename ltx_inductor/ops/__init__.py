@@ -1,3 +1,4 @@
 """The fused ops: schema, fake, reference and dispatch, one file per op. Importing it registers them."""
 
+from ltx_inductor.ops import na3d as na3d
 from ltx_inductor.ops import rope as rope
