@@ -21,11 +21,12 @@
 // the leading-dimension offset of the descriptor). It sums P as rounded to bf16, so the weights that are applied add up to
 // exactly what is divided by; and it saves one FADD per key, which matters: issue slots are what limits this kernel.
 //
-// Safe softmax. p = 2^(x - m - HEADROOM), where x is the score in log2 units and m one that the row has seen. When a chunk
-// holds a p >= 2 (x above m by more than HEADROOM + 1; or anything not finite, or a fresh row whose m is -inf), m becomes the
-// row's maximum so far, O is scaled and the chunk done again. The test is one LOP3 per four keys: p >= 2, inf and NaN are the
-// bf16 values with the top exponent bit set. m is a score of the row, so the sum is at least 2^-HEADROOM: it cannot vanish.
-// Rows that come out not finite (NaN or inf in the box, sums beyond fp32) are computed again by a plain loop over the window.
+// Safe softmax. p = 2^(x - m - HEADROOM), where x is the score in log2 units and m the largest of the first chunk of the
+// tile's first slice. When a chunk holds a p >= 2 (x above m by more than HEADROOM + 1; or inf or NaN), m becomes the row's
+// maximum so far, O is scaled and the chunk done again. The test is one LOP3 per four keys: p >= 2, inf and NaN are the bf16
+// values with the top exponent bit set. The first slice may lie outside of the window of a row, and so may the score that m is
+// of; then the sum can come out very small (below LEAST_SUM). Such rows, and rows that come out not finite (NaN or inf in the
+// box, sums beyond fp32), are computed again by a plain loop over the window.
 #include <stdint.h>
 #include <cuda_bf16.h>
 
@@ -50,6 +51,7 @@ constexpr int AT_K = 0, AT_V = STAGES * SLICE, AT_ONES = 2 * STAGES * SLICE, AT_
 constexpr int AT_BARRIERS = AT_Q + WARPGROUPS * Q_BYTES;
 constexpr int K_FULL = 0, V_FULL = STAGES, K_EMPTY = 2 * STAGES, V_EMPTY = 3 * STAGES, Q_FULL = 4 * STAGES;
 constexpr float HEADROOM = 16.0f;
+constexpr float LEAST_SUM = 1.26e-29f;  // 2^-96: above it, no key that counts for a bf16 result was lost to underflow
 static_assert(AT_BARRIERS + 8 * (4 * STAGES + WARPGROUPS) + 1024 <= LTX_FNA_SMEM_BYTES(WT, WH, WW), "shared memory");
 static_assert(BOX_H * BOX_W % 16 == 0, "a slice is whole k16 steps");
 
@@ -99,8 +101,10 @@ DEVICE uint32_t pack(float low, float high) {  // round to nearest even
   return r;
 }
 
-// Shared-memory operand with 128-byte rows, 128B swizzle, 1024 bytes from one group of 8 rows to the next.
-DEVICE uint64_t operand(uint32_t address) { return (1ull << 62) | (64ull << 32) | (uint64_t)((address & 0x3ffff) >> 4); }
+// Operands in shared memory: 128-byte rows, 128B swizzle, 1024 bytes from one group of 8 rows to the next. All that varies is
+// in the low word of the descriptor: the address, and the leading-dimension offset, both in units of 16 bytes.
+DEVICE uint32_t operand(uint32_t address, uint32_t leading = 16) { return (address & 0x3ffff) >> 4 | leading >> 4 << 16; }
+#define DESCRIPTOR(name, low) ".reg .b64 " name ";\nmov.b64 " name ", {%" low ", 0x40000040};\n"
 
 #define ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ACC8(d, i) ACC4(d, i), ACC4(d, i + 4)
@@ -114,12 +118,12 @@ DEVICE uint64_t operand(uint32_t address) { return (1ull << 62) | (64ull << 32) 
 
 // s [64, N] = q [64, 16] k^T [16, N] (+ s, but for the first step); both in shared memory, K-major.
 template <int N>
-DEVICE void wgmma_qk(float (&s)[N / 2], uint64_t q, uint64_t k, bool add) {
-#define QK(N_, REGS, D, E, P, ...)                                                                     \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned.m64n" N_     \
-               "k16.f32.bf16.bf16 {" REGS "}, %" D ", %" E ", p, 1, 1, 0, 0;\n}\n"                     \
-               : __VA_ARGS__                                                                           \
-               : "l"(q), "l"(k), "r"((int)add))
+DEVICE void wgmma_qk(float (&s)[N / 2], uint32_t q, uint32_t k, bool add) {
+#define QK(N_, REGS, Q, K, ADD, ...)                                                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADD ", 0;\n" DESCRIPTOR("q", Q) DESCRIPTOR("k", K) \
+               "wgmma.mma_async.sync.aligned.m64n" N_ "k16.f32.bf16.bf16 {" REGS "}, q, k, p, 1, 1, 0, 0;\n}\n" \
+               : __VA_ARGS__                                                                            \
+               : "r"(q), "r"(k), "r"((int)add))
   if constexpr (N == 16) QK("16", REG8, "8", "9", "10", ACC8(s, 0));
   else if constexpr (N == 32) QK("32", REG16, "16", "17", "18", ACC16(s, 0));
   else if constexpr (N == 48) QK("48", REG24, "24", "25", "26", ACC16(s, 0), ACC8(s, 16));
@@ -129,10 +133,11 @@ DEVICE void wgmma_qk(float (&s)[N / 2], uint64_t q, uint64_t k, bool add) {
 }
 
 // o [64, 72] += p [64, 16] [v | ones] [16, 72]; p in registers, v in shared memory, hd-major.
-DEVICE void wgmma_pv(float (&o)[36], const uint32_t* p, uint64_t v) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {" REG36 "}, {%36,%37,%38,%39}, %40, 1, 1, 1, 1;\n"
+DEVICE void wgmma_pv(float (&o)[36], const uint32_t* p, uint32_t v) {
+  asm volatile("{\n" DESCRIPTOR("v", "40") "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {" REG36
+               "}, {%36,%37,%38,%39}, v, 1, 1, 1, 1;\n}\n"
                : ACC32(o, 0), ACC4(o, 32)
-               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
+               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(v));
 }
 
 // ---- where things are -------------------------------------------------------------------------------------------------
@@ -199,13 +204,20 @@ DEVICE void load_slice(uint32_t to, const TensorMap* one, const TensorMap* middl
 // ---- consumers ------------------------------------------------------------------------------------------------------------
 constexpr int COLUMNS = BOX_W / 4;  // keys of a box row that a thread holds: 8b + 2*(lane%4) + {0, 1}
 
-struct Rows {          // the two query rows of a thread: t = lane/16 and lane/16 + 2; w = lane/4 % 4
-  float m[2];          // reference of the exponent, in log2 units; -inf: nothing seen yet
-  uint32_t columns;    // bit i: key column i of mine is in the window
-  bool active[2];      // the slice is in the window of the row
-  int h;               // the window's first row in the box, 0..3; the same for the whole warp
-  DEVICE float addend(int row, int column) const {
-    return active[row] && ((columns >> column) & 1) ? -m[row] - HEADROOM : -INFINITY;
+struct Rows {                // the two query rows of a thread: t = lane/16 and lane/16 + 2; w = lane/4 % 4
+  float m[2];                // reference of the exponent, in log2 units
+  float addend[2][COLUMNS];  // -m - HEADROOM, or -inf for keys outside of the window in W or T
+  uint32_t columns;          // bit i: key column i of mine is in the window
+  bool active[2];            // the slice is in the window of the row
+  int h;                     // the window's first row in the box, 0..3; the same for the whole warp
+  DEVICE void set_addends() {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      // a row that has only seen -inf has that for m; 0 does as well for its exponentials, and gives 0
+      const float base = active[row] ? (m[row] == -INFINITY ? 0.0f : -m[row]) - HEADROOM : -INFINITY;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) addend[row][c] = (columns >> c) & 1 ? base : -INFINITY;
+    }
   }
 };
 
@@ -218,12 +230,7 @@ DEVICE bool row_valid(int at, int h) {
 // P of one chunk of rows [R0, R0 + NR) as the A operand, from its scores. Returns the bits to look for overflow in.
 template <int R0, int NR>
 DEVICE uint32_t exponentials(const float (&s)[NR * BOX_W / 2], uint32_t (&p)[NR * BOX_W / 4], const Rows& rows, float scale_log2) {
-  float addend[2][COLUMNS];
   uint32_t seen = 0;
-#pragma unroll
-  for (int row = 0; row < 2; ++row)
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) addend[row][c] = rows.addend(row, c);
 #pragma unroll
   for (int r = 0; r < NR; ++r) {
     const int at = R0 + r;
@@ -237,8 +244,8 @@ DEVICE uint32_t exponentials(const float (&s)[NR * BOX_W / 2], uint32_t (&p)[NR 
         const int i = (r * BOX_W / 8 + b) * 4 + 2 * row, other = i + BOX_W / 2;
         float x0 = s[i], x1 = s[i + 1];
         if (pair) x0 = valid ? x0 : s[other], x1 = valid ? x1 : s[other + 1];
-        const uint32_t two = pack(exp2_approx(fmaf(x0, scale_log2, addend[row][2 * b])),
-                                  exp2_approx(fmaf(x1, scale_log2, addend[row][2 * b + 1])));
+        const uint32_t two = pack(exp2_approx(fmaf(x0, scale_log2, rows.addend[row][2 * b])),
+                                  exp2_approx(fmaf(x1, scale_log2, rows.addend[row][2 * b + 1])));
         const bool always = !pair && PAIRED && at < WH + 3;
         p[i / 2] = always || valid ? two : 0;
         if (pair) p[other / 2] = valid ? 0 : two;
@@ -248,8 +255,9 @@ DEVICE uint32_t exponentials(const float (&s)[NR * BOX_W / 2], uint32_t (&p)[NR 
   return seen;
 }
 
-// Moves m up to the largest score seen, this chunk included, and scales what has been summed.
-template <int R0, int NR>
+// Moves m up to the largest score seen, this chunk included, and scales what has been summed. FRESH: for the first time, and
+// for rows whose window starts at a later slice too.
+template <int R0, int NR, bool FRESH>
 DEVICE void raise_reference(const float (&s)[NR * BOX_W / 2], float (&o)[36], Rows& rows, float scale_log2) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -263,29 +271,35 @@ DEVICE void raise_reference(const float (&s)[NR * BOX_W / 2], float (&o)[36], Ro
           const bool valid = row_valid(R0 + r, rows.h) && ((rows.columns >> (2 * b + e)) & 1);
           most = fmaxf(most, valid ? s[(r * BOX_W / 8 + b) * 4 + 2 * row + e] * scale_log2 : -INFINITY);
         }
-    most = rows.active[row] ? most : -INFINITY;
+    if (!FRESH && !rows.active[row]) most = -INFINITY;
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    if (FRESH) {
+      rows.m[row] = most;
+      continue;
+    }
     const float old = rows.m[row], now = fmaxf(old, most);
     const float factor = now == old ? 1.0f : exp2_approx(old - now);
     rows.m[row] = now;
 #pragma unroll
     for (int n = 0; n < 9; ++n) o[4 * n + 2 * row] *= factor, o[4 * n + 2 * row + 1] *= factor;
   }
+  rows.set_addends();
 }
 
 struct Tile {  // addresses of one consumer
-  uint32_t shared, barriers;
-  uint64_t q;
-  bool leader;  // one lane of each warp arrives
+  uint32_t barriers;
+  uint32_t q, k, v;  // operands; K and V at stage 0
+  bool leader;       // one lane of each warp arrives
 };
 
 template <int R0, int NR, bool FIRST, bool LAST>
-DEVICE void chunk(const Tile& tile, const Ring& ring, float (&o)[36], Rows& rows, float scale_log2, uint32_t& unreleased) {
+DEVICE void chunk(const Tile& tile, const Ring& ring, float (&o)[36], Rows& rows, float scale_log2, bool fresh, uint32_t& unreleased) {
+  constexpr int STAGE = SLICE / 16, START = R0 * BOX_W * ROW_BYTES / 16, STEP = 16 * ROW_BYTES / 16;
   float s[NR * BOX_W / 2];
   uint32_t p[NR * BOX_W / 4];
   if (FIRST) barrier_wait(tile.barriers + 8 * (K_FULL + ring.stage), ring.parity);
-  const uint64_t k = operand(tile.shared + AT_K + ring.stage * SLICE + R0 * BOX_W * ROW_BYTES);
+  const uint32_t k = tile.k + ring.stage * STAGE + START;
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; ++i) wgmma_qk<NR * BOX_W>(s, tile.q + 2 * i, k + 2 * i, i > 0);
@@ -293,22 +307,21 @@ DEVICE void chunk(const Tile& tile, const Ring& ring, float (&o)[36], Rows& rows
   wgmma_wait();  // also for the P V of the chunk before, which was left running
   if (FIRST && unreleased && tile.leader) barrier_arrive(unreleased);
   if (LAST && tile.leader) barrier_arrive(tile.barriers + 8 * (K_EMPTY + ring.stage));
-  uint32_t seen = exponentials<R0, NR>(s, p, rows, scale_log2);
+  if (FIRST) {
+    if (fresh) raise_reference<R0, NR, true>(s, o, rows, scale_log2);
+    else rows.set_addends();
+  }
+  const uint32_t seen = exponentials<R0, NR>(s, p, rows, scale_log2);
   if (__any_sync(0xffffffffu, (seen & 0x40004000u) != 0)) {
-    raise_reference<R0, NR>(s, o, rows, scale_log2);
-    // a row that has only seen -inf keeps m = -inf; for its exponentials 0 does as well, and gives 0
-    Rows now = rows;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) now.m[row] = rows.m[row] == -INFINITY ? 0.0f : rows.m[row];
-    exponentials<R0, NR>(s, p, now, scale_log2);
+    raise_reference<R0, NR, false>(s, o, rows, scale_log2);
+    exponentials<R0, NR>(s, p, rows, scale_log2);
   }
   if (FIRST) barrier_wait(tile.barriers + 8 * (V_FULL + ring.stage), ring.parity);
-  const uint32_t address = tile.shared + AT_V + ring.stage * SLICE + R0 * BOX_W * ROW_BYTES;
-  // the second group of columns, 64.., starts a leading-dimension offset further on: the ones
-  const uint64_t v = operand(address) | (uint64_t)((tile.shared + AT_ONES - address) >> 4) << 16;
+  // where the address moves on, the offset to the ones gets shorter
+  const uint32_t v = tile.v + (ring.stage * STAGE + START) * (1 - (1 << 16));
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < NR * BOX_W / 16; ++i) wgmma_pv(o, p + 4 * i, v + (uint64_t)i * 128 - ((uint64_t)i * 128 << 16));
+  for (int i = 0; i < NR * BOX_W / 16; ++i) wgmma_pv(o, p + 4 * i, v + i * STEP * (1 - (1 << 16)));
   wgmma_commit();
   if (LAST) unreleased = tile.barriers + 8 * (V_EMPTY + ring.stage);
 }
@@ -325,10 +338,10 @@ __host__ __device__ constexpr int chunk_rows(int from) {
 
 // All chunks of a slice, the last rows first: those are in every query's window.
 template <int FROM>
-DEVICE void chunks(const Tile& tile, const Ring& ring, float (&o)[36], Rows& rows, float scale_log2, uint32_t& unreleased) {
+DEVICE void chunks(const Tile& tile, const Ring& ring, float (&o)[36], Rows& rows, float scale_log2, bool fresh, uint32_t& unreleased) {
   constexpr int to = FROM + chunk_rows(FROM);
-  if constexpr (to < BOX_H) chunks<to>(tile, ring, o, rows, scale_log2, unreleased);
-  chunk<FROM, to - FROM, to == BOX_H, FROM == 0>(tile, ring, o, rows, scale_log2, unreleased);
+  if constexpr (to < BOX_H) chunks<to>(tile, ring, o, rows, scale_log2, fresh, unreleased);
+  chunk<FROM, to - FROM, to == BOX_H, FROM == 0>(tile, ring, o, rows, scale_log2, fresh, unreleased);
 }
 
 DEVICE void skip_slice(const Tile& tile, Ring& ring) {
@@ -428,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   const int group = warp / 4, row_h = warp % 4;
   const int row_t = lane / 16, row_w = lane / 4 % 4, column = lane % 4 * 2;
   const uint32_t q_at = shared + AT_Q + group * Q_BYTES, q_full = barriers + 8 * (Q_FULL + group);
-  const Tile tile{shared, barriers, operand(q_at), lane == 0};
+  const Tile tile{barriers, operand(q_at), operand(shared + AT_K), operand(shared + AT_V, AT_ONES - AT_V), lane == 0};
   uint32_t q_parity = 0;
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const Item c = item_of(index, p);
@@ -457,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
       float o[36];
 #pragma unroll
       for (int n = 0; n < 36; ++n) o[n] = 0.0f;
-      rows.m[0] = rows.m[1] = -INFINITY;
+      bool fresh = true;
       barrier_wait(q_full, q_parity);
       q_parity ^= 1;
 #pragma unroll 1
@@ -471,7 +484,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         }
         const int t = c.slice(x);
         rows.active[0] = unsigned(t - first_0) < unsigned(WT), rows.active[1] = unsigned(t - first_1) < unsigned(WT);
-        chunks<0>(tile, ring, o, rows, p.scale_log2, unreleased);
+        chunks<0>(tile, ring, o, rows, p.scale_log2, fresh, unreleased);
+        fresh = false;
         ring.next();
       }
       wgmma_wait();
@@ -480,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
       unsigned again[2];
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float inverse = __frcp_rn(o[32 + 2 * row]);
+        const float sum = o[32 + 2 * row], inverse = sum < LEAST_SUM ? INFINITY : __frcp_rn(sum);
         const int t = t0 + row_t + 2 * row;
         const bool inside = t < p.T && h < p.H && w < p.W;
         const int64_t at = ((((int64_t)c.batch * p.T + t) * p.H + h) * p.W + w) * p.heads + c.head;
