@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.add_argument("--dynamic", action="store_true", help="trace with dynamic sizes")
     explain.add_argument("--grad", action="store_true", help="with gradients (default: torch.no_grad())")
+    explain.add_argument("--html", metavar="FILE", help="also write the report as one self-contained page")
+    explain.add_argument("--diff", action="store_true", help="print what became of the graph, too")
     explain.add_argument("--dump", metavar="FOLDER", help="write before/after graphs and diffs there")
     explain.set_defaults(run=_explain)
 
@@ -79,6 +81,7 @@ def _explain(console: Console, arguments: argparse.Namespace) -> int:
     import torch
 
     import ltx_inductor
+    from ltx_inductor.views import terminal
 
     model, args, kwargs = _load(arguments.target)
     options = {"ltx_inductor.dump": arguments.dump} if arguments.dump else None
@@ -88,7 +91,12 @@ def _explain(console: Console, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(report.to_json())
     else:
-        console.print(_plain(str(report)))
+        terminal.show(console, report.to_dict(), diffs=arguments.diff)
+    if arguments.html:
+        try:
+            report.to_html(arguments.html, title=f"ltx_inductor: {arguments.target}")
+        except OSError as error:
+            raise UsageError(f"--html {arguments.html}: {error.strerror}") from None
     if arguments.expect is not None and report.count() != arguments.expect:
         print(f"expected {arguments.expect} sides, found {report.count()}", file=sys.stderr)
         return 1

@@ -49,6 +49,14 @@ def test_explain(capsys):
     assert "expected 2 sides, found 1" in capsys.readouterr().err
 
 
+def test_explain_writes_a_page(tmp_path, capsys):
+    path = tmp_path / "report.html"
+    assert cli.main(["explain", "tests.test_cli:one", "--html", str(path), "--diff"]) == 0
+    assert "tests.test_cli:one" in path.read_text()
+    assert cli.main(["explain", "tests.test_cli:one", "--html", str(tmp_path / "no" / "folder")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_explain_as_json(capsys):
     assert cli.main(["explain", "tests.test_cli:by_name", "--json", "--dynamic"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -7,8 +7,10 @@ Plain data: everything here can be turned into JSON and back, so that a report o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ltx_inductor.rewrite.drawing import Drawing
@@ -179,6 +181,15 @@ class RewriteReport:
 
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent)
+
+    def to_html(self, path: str | os.PathLike[str], title: str = "ltx_inductor report") -> None:
+        """Writes the report as one self-contained page: graphs before and after, diffs, reasons, search, filters.
+
+        Raises OSError where it cannot be written.
+        """
+        from ltx_inductor.views.page import page
+
+        Path(path).write_text(page(self.to_dict(), title), encoding="utf-8")
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RewriteReport:

@@ -1,0 +1,111 @@
+"""The sites of a report as a reader wants them: rewrites that look alike together, with how often they occur."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Bytes per second that the query-and-key op and stock Inductor's code for it reach on an H200, from the row `v8160` of
+# benchmarks/results/rope-h200.json (cold L2). Inductor's is that of the contract with bf16 or with fp32 tables.
+OURS = 4.1e12
+INDUCTOR = {"bf16-chain": 0.87e12}
+INDUCTOR_FP32_TABLES = 1.39e12
+_LAUNCH_BOUND = 10e6  # bytes
+
+
+@dataclass
+class Group:
+    """Rewrites of one kind at one place of the code. sites: as in the report's dict. drawing: or None."""
+
+    sites: list[Mapping[str, Any]]
+    drawing: Mapping[str, Any] | None
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        return self.sites[0]
+
+    @property
+    def sources(self) -> list[str]:
+        """The lines that start the chains, each once."""
+        return list(dict.fromkeys(s["source"] or "<no source line>" for s in self.sites))
+
+    @property
+    def sides(self) -> str:
+        """Such as "q and k"."""
+        return " and ".join(dict.fromkeys(s["side"] or "one side" for s in self.sites))
+
+    @property
+    def shapes(self) -> list[tuple[str, dict[str, str]]]:
+        """(side, shapes by operand), each once."""
+        found = {(s["side"] or "", tuple(s["shapes"].items())): None for s in self.sites}
+        return [(side, dict(shapes)) for side, shapes in found]
+
+    @property
+    def launches(self) -> int:
+        """Calls of the op: two sides of a pair are one."""
+        pairs = {(s["graph"], s["pair"]) for s in self.sites if s["pair"] is not None}
+        return len(pairs) + sum(s["pair"] is None for s in self.sites)
+
+    @property
+    def proof(self) -> str:
+        return str(self.first.get("proof") or "")
+
+    @property
+    def saving(self) -> str:
+        """What one launch should save on a GPU whose rates were measured, as a sentence; "" where nothing is known."""
+        if self.first["rule"] != "rmsnorm_split_rope":
+            return ""
+        if any(s.get("bytes") is None for s in self.sites):
+            return "sizes are dynamic; measured shapes run 2.9 to 4.7 times as fast as stock Inductor on an H200"
+        moved = sum(s["bytes"] for s in self.sites) / self.launches
+        stock = INDUCTOR.get(self.first["contract"], INDUCTOR_FP32_TABLES)
+        if moved < _LAUNCH_BOUND:
+            return f"a few µs a launch: it moves only {_size(moved)}, and what counts is that there is one launch"
+        return (
+            f"about {moved * (1 / stock - 1 / OURS) * 1e6:.0f} µs a launch on an H200: {_size(moved)} at the "
+            f"{OURS / 1e12:.1f} TB/s measured for this op, instead of the {stock / 1e12:.2f} of stock Inductor"
+        )
+
+
+def groups(report: Mapping[str, Any]) -> list[Group]:
+    """The sites of all graphs: those that share a drawing together, in the order of their first ones."""
+    found: dict[Any, Group] = {}
+    for graph in report["graphs"]:
+        for i, site in enumerate(graph["sites"]):
+            number = site.get("drawing")
+            drawing = graph["drawings"][number] if number is not None else None
+            # alike in two graphs (a recompile, a repeated block) is alike
+            alike = (site["rule"], site["op"], drawing["diff"] if drawing else (site["graph"], site["pair"], i))
+            found.setdefault(alike, Group([], drawing)).sites.append(site)
+    return list(found.values())
+
+
+def refusals(report: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
+    """(refusal, how often it is there), those that say the same of the same line together."""
+    found: dict[Any, tuple[Mapping[str, Any], int]] = {}
+    for graph in report["graphs"]:
+        for r in graph["refusals"]:
+            alike = tuple(r[k] for k in ("rule", "source", "reason", "expected", "found", "hint", "certain"))
+            found[alike] = (found[alike][0] if alike in found else r, found.get(alike, (r, 0))[1] + 1)
+    return list(found.values())
+
+
+def summary(report: Mapping[str, Any]) -> dict[str, str]:
+    """The figures for the head of a view, as text."""
+    sites = sum(len(g["sites"]) for g in report["graphs"])
+    left = sum(len(g["refusals"]) for g in report["graphs"])
+    shown = {
+        "sides rewritten": str(sites),
+        "launches": str(sum(g.launches for g in groups(report))),
+        "refused": str(left),
+        "graphs": str(len(report["graphs"])),
+        "ms in the pass": f"{report['pass_ms']:.1f}",
+    }
+    if report["kernel_ms"] >= 1:
+        shown["ms for kernels"] = f"{report['kernel_ms']:.0f}"
+    return shown
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e6:.0f} MB" if size >= 10e6 else f"{size / 1e3:.0f} kB"
