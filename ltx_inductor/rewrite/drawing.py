@@ -1,4 +1,4 @@
-"""What one rewrite did to the graph, as plain data that a page or a terminal can draw: before, after, diff.
+"""Takes down what one rewrite does to the graph: the nodes before and after, and the diff of their text.
 
 A model repeats its layers, so rewrites that look alike (same source lines, shapes and contract) share one drawing,
 that of the first; the cost of drawing does not grow with the number of layers.
@@ -9,53 +9,16 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from ltx_inductor.rewrite import dump
+from ltx_inductor.rewrite.drawn import Drawing, DrawnNode
 
 log = logging.getLogger("ltx_inductor")
 _MOST = 200  # nodes of one drawing: more could not be read
 _LONGEST = 400  # characters of one call: a reader may be the graph's output, with every result in it
-
-
-@dataclass(frozen=True)
-class DrawnNode:
-    """One graph node.
-
-    role:   "input" (computed outside), "region" (replaced), "new" (written by the pass), "op" (the fused op) or
-            "reader" (outside, reads the result).
-    call:   the op with its arguments, as in a dump. type: such as "bf16[1, 24, 64]". inputs: names of drawn nodes.
-    source: the user's line, "file.py:12 in forward: x = self.norm(x)", or "".
-    """
-
-    name: str
-    role: str
-    op: str
-    call: str
-    type: str
-    inputs: tuple[str, ...]
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """The nodes before and after one rewrite, in program order, and the diff of their text."""
-
-    before: tuple[DrawnNode, ...]
-    after: tuple[DrawnNode, ...]
-    diff: str
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Drawing:
-        """Inverse of `dataclasses.asdict`."""
-
-        def nodes(found: Iterable[Mapping[str, Any]]) -> tuple[DrawnNode, ...]:
-            return tuple(DrawnNode(**{**n, "inputs": tuple(n["inputs"])}) for n in found)
-
-        return Drawing(nodes(data["before"]), nodes(data["after"]), data["diff"])
 
 
 class Drawings:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ltx_inductor.rewrite.drawing import Drawing
+from ltx_inductor.rewrite.drawn import Drawing
 
 
 class LostFusionError(RuntimeError):
