@@ -40,7 +40,7 @@ constexpr int WT = LTX_WT, WH = LTX_WH, WW = LTX_WW;
 constexpr int HEAD_DIM = 64, ROW_BYTES = 128;
 constexpr int BOX_W = LTX_FNA_BOX_W(WW), BOX_H = LTX_FNA_BOX_H(WH, WW), MIDDLE = LTX_FNA_MIDDLE(WH, WW);
 constexpr bool PAIRED = WH >= 3;
-constexpr int WARPGROUPS = LTX_FNA_WARPGROUPS(WT), CTAS = LTX_FNA_CTAS(WT);
+constexpr int WARPGROUPS = LTX_FNA_WARPGROUPS(WT), CTAS = LTX_FNA_CTAS(WT, WH, WW);
 constexpr int STAGES = LTX_FNA_STAGES(WT, WH, WW);
 constexpr int SLICE = LTX_FNA_SLICE_BYTES(WH, WW), Q_BYTES = LTX_FNA_Q_BYTES, ONES_BYTES = LTX_FNA_ONES_BYTES;
 constexpr int THREADS = LTX_FNA_THREADS(WT);
@@ -376,7 +376,7 @@ __device__ __noinline__ void plain_query(const Params& p, int batch, int t, int 
       float x = fmaf(q.x, k.x, q.y * k.y);
 #pragma unroll
       for (int d = 16; d; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
-      x *= p.scale_log2;
+      x = __fmul_rn(x, p.scale_log2);  // rounded, or x - most would not be 0 for the largest
       if (pass == 0) {
         most = fmaxf(most, x);
         continue;

@@ -51,9 +51,9 @@ class Shape:
         if box_w == 8:
             box_h += box_h % 2
         warpgroups = 2 if wt <= 5 else 3 if wt <= 9 else 4
-        ctas = 2 if wt <= 5 else 1
         fixed = warpgroups * 8192 + 2048 + 256 + 1024
         both = 2 * box_h * box_w * 2 * HEAD_DIM
+        ctas = 2 if wt <= 5 and _SHARED_BYTES_OF_SM // 2 - 1024 - fixed >= 2 * both else 1
         stages = min(4, (_SHARED_BYTES_OF_SM // ctas - 1024 - fixed) // both)
         return Shape(box_w, box_h, box_h - (6 if wh >= 3 else 0), warpgroups, ctas, stages, fixed + stages * both)
 
@@ -168,7 +168,7 @@ def _launch(
     multiprocessors = _multiprocessors(device)
     columns = -(-h // 4) * -(-w // 4) * heads * batch
     tiles = -(-t // 4)
-    segment = tiles_per_item(tiles, columns, window, multiprocessors * shape.ctas)
+    segment = tiles_per_item(t, columns, window, multiprocessors * shape.ctas)
     segments = -(-tiles // segment)
     items = columns * segments
     if items > 0x7FFFFFFF or batch * t > 0x7FFFFFFF:
@@ -209,20 +209,36 @@ def _map(x: Tensor, box: tuple[int, int, int], order: str) -> object:
 
 
 @functools.lru_cache(maxsize=4096)
-def tiles_per_item(tiles: int, columns: int, window: Window, ctas: int) -> int:
-    """How many tiles of T a CTA takes at a time: all of a column, or a part where there are too few columns.
+def tiles_per_item(length: int, columns: int, window: Window, ctas: int) -> int:
+    """How many tiles of T, of `length` tokens, a CTA takes at a time: all of a column, or a part of it.
 
-    A part reads wt - 1 slices that its neighbours read too. From wt = 13 on a consumer's next tile would start before
-    its last one ends, so there a part is one tile for each consumer.
+    Parts are for grids with too few columns for all CTAs; a part reads up to wt - 1 slices that its neighbour reads too.
     """
     wt, consumers = window[0], Shape.of(window).warpgroups
-    if 2 * wt - wt // 2 > 4 * consumers + 2:
-        return consumers
+    tiles = -(-length // 4)
+    possible = (n for n in range(tiles, 0, -1) if _streams(length, wt, consumers, n))
     if columns >= 8 * ctas:
-        return tiles
+        return next(possible)
 
-    def cost(segment: int) -> int:  # slices that the busiest CTA computes or waits for
-        rounds = -(-columns * -(-tiles // segment) // ctas)
-        return rounds * max(-(-segment // consumers) * (wt + 3), (4 * segment + wt - 1) // 2)
+    def cost(part: int) -> int:  # slices that the busiest CTA computes or waits for
+        rounds = -(-columns * -(-tiles // part) // ctas)
+        return rounds * max(-(-part // consumers) * (wt + 3), (4 * part + wt - 1) // 2)
 
-    return min(range(tiles, 0, -1), key=cost)
+    return min(possible, key=cost)
+
+
+def _streams(length: int, wt: int, consumers: int, part: int) -> bool:
+    """Has every consumer of a CTA passed the slices of one tile when those of its next tile begin?
+
+    The kernel can send slices again for the last tile of a part (`resent` in csrc/fna.cu), not for others.
+    """
+
+    def start(i: int) -> int:
+        return min(max(min(i, length - 1) - wt // 2, 0), length - wt)
+
+    tiles = -(-length // 4)
+    return all(
+        start(4 * (tile - consumers) + 3) + wt <= start(4 * tile)
+        for first in range(0, tiles, part)
+        for tile in range(first + consumers, min(first + part, tiles) - 1)
+    )
