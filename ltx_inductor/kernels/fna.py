@@ -212,7 +212,7 @@ def _map(x: Tensor, box: tuple[int, int, int], order: str) -> object:
 def tiles_per_item(length: int, columns: int, window: Window, ctas: int) -> int:
     """How many tiles of T, of `length` tokens, a CTA takes at a time: all of a column, or a part of it.
 
-    Parts are for grids with too few columns for all CTAs; a part reads up to wt - 1 slices that its neighbour reads too.
+    Parts are for grids with too few columns for all CTAs; a part reads up to wt - 1 slices that the next reads too.
     """
     wt, consumers = window[0], Shape.of(window).warpgroups
     tiles = -(-length // 4)

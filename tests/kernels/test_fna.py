@@ -64,7 +64,7 @@ def test_the_split_of_t_lets_a_consumer_finish_a_tile_before_its_next(window: tu
     for n, columns in itertools.product(range(wt, 80), (1, 100, 10000)):
         tiles = -(-n // 4)
         part = fna.tiles_per_item(n, columns, window, 132)
-        assert 1 <= part
+        assert part >= 1
         for first in range(0, tiles, part):
             last = min(first + part, tiles) - 1
             for tile in range(first + consumers, last):
@@ -77,12 +77,9 @@ def test_the_split_of_t_lets_a_consumer_finish_a_tile_before_its_next(window: tu
 def test_compiles_for_hopper(window: tuple[int, int, int], tmp_path: Path) -> None:
     assert NVCC is not None
     flags = [f"-DLTX_{axis}={size}" for axis, size in zip(("WT", "WH", "WW"), window, strict=True)]
-    done = subprocess.run(
-        [NVCC.path, "-cubin", "-arch=sm_90a", "-O3", "-std=c++17", "-Xptxas", "-v", *flags, csrc_dir() / "fna.cu"]
-        + ["-o", tmp_path / "fna.cubin"],
-        capture_output=True,
-        text=True,
-    )
+    command = [NVCC.path, "-cubin", "-arch=sm_90a", "-O3", "-std=c++17", "-Xptxas", "-v", *flags]
+    command += [str(csrc_dir() / "fna.cu"), "-o", str(tmp_path / "fna.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert not re.search(r"C75\d\d", said), said  # wgmma serialised: registers, or a branch that is not uniform
