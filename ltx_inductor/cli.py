@@ -1,16 +1,20 @@
-"""python -m ltx_inductor doctor|explain|build|demo"""
+"""python -m ltx_inductor doctor|explain|diff|build|bench|demo"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ltx_inductor.rewrite.report import RewriteReport
 
 USAGE_ERROR = 2
 
@@ -37,13 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m ltx_inductor", description="Fused kernels in unchanged LTX models.")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    doctor = commands.add_parser("doctor", help="what is installed, and what anything missing costs")
+    doctor = commands.add_parser("doctor", help="what is installed, what is missing, and what to do about it")
     doctor.set_defaults(run=_doctor)
 
     explain = commands.add_parser("explain", help="what would be rewritten in a model, and why the rest would not")
     explain.add_argument("target", help="module:callable; called without arguments, it returns (model, inputs)")
     explain.add_argument("--expect", type=int, metavar="N", help="exit with 1 unless N sides are rewritten")
-    explain.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.add_argument("--dynamic", action="store_true", help="trace with dynamic sizes")
     explain.add_argument("--grad", action="store_true", help="with gradients (default: torch.no_grad())")
     explain.add_argument("--html", metavar="FILE", help="also write the report as one self-contained page")
@@ -51,28 +54,43 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dump", metavar="FOLDER", help="write before/after graphs and diffs there")
     explain.set_defaults(run=_explain)
 
+    diff = commands.add_parser("diff", help="what was gained and lost between two reports; 1 if anything was lost")
+    diff.add_argument("before", help="a report, as `explain --json` or report.to_json() gives it")
+    diff.add_argument("after")
+    diff.set_defaults(run=_diff)
+
     build = commands.add_parser("build", help="build the kernels ahead of time; needs a compiler and no GPU")
     build.add_argument(
         "--arch", action="append", metavar="X.Y", help="compute capability, repeatable (default: GPUs here)"
     )
     build.set_defaults(run=_build)
 
+    bench = commands.add_parser("bench", help="the benchmark tables, again, on this machine")
+    bench.add_argument("tables", nargs="*", metavar="TABLE", help="rope, block, pass_cost (default: all)")
+    bench.add_argument("--quick", action="store_true", help="a few rows only")
+    bench.add_argument(
+        "--out", type=Path, default=Path("ltx-bench"), metavar="FOLDER", help="for the JSON and the plots"
+    )
+    bench.set_defaults(run=_bench)
+
     demo = commands.add_parser("demo", help="compile a small LTX-2 transformer of diffusers and look at it")
     demo.set_defaults(run=_demo)
+    for command in (doctor, explain, diff, build, bench, demo):
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
-def _doctor(console: Console, _: argparse.Namespace) -> int:
+def _doctor(console: Console, arguments: argparse.Namespace) -> int:
     from ltx_inductor.doctor import examine
 
-    return examine(console)
+    return examine(console, arguments.json)
 
 
-def _demo(console: Console, _: argparse.Namespace) -> int:
+def _demo(console: Console, arguments: argparse.Namespace) -> int:
     from ltx_inductor.demo import MissingPackageError, run
 
     try:
-        return run(console)
+        return run(console, arguments.json)
     except MissingPackageError as error:
         raise UsageError(str(error)) from None
 
@@ -126,6 +144,46 @@ def _load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, 
     return model, (inputs,), {}
 
 
+def _diff(console: Console, arguments: argparse.Namespace) -> int:
+    from ltx_inductor.rewrite.difference import difference
+
+    found = difference(_report(arguments.before), _report(arguments.after))
+    print(json.dumps(found.to_dict(), indent=2)) if arguments.json else console.print(_plain(str(found)))
+    return int(bool(found.lost))
+
+
+def _report(path: str) -> RewriteReport:
+    from ltx_inductor.rewrite.report import RewriteReport
+
+    try:
+        return RewriteReport.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a report of ltx_inductor ({type(error).__name__}: {error})") from None
+
+
+def _bench(console: Console, arguments: argparse.Namespace) -> int:
+    from rich.console import Console as RichConsole
+
+    from ltx_inductor.bench import BenchError, run, tables
+
+    try:
+        found = run(RichConsole(stderr=True), arguments.tables, arguments.out, arguments.quick)
+    except BenchError as error:
+        raise UsageError(str(error)) from None
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for table in tables(found):
+            console.print(table)
+        for name, why in found["skipped"].items():
+            console.print(f"{name}: {why}")
+        if found["measured"]:
+            console.print(_plain(f"JSON and plots: {arguments.out}"))
+    return int(not found["measured"])
+
+
 def _build(console: Console, arguments: argparse.Namespace) -> int:
     archs = arguments.arch or _archs_here()
     if not archs:
@@ -140,6 +198,9 @@ def _build(console: Console, arguments: argparse.Namespace) -> int:
         console.print(f"[red]not built:[/red] {_plain(str(error))}")
         console.print("`python -m ltx_inductor doctor` says what is missing")
         return 1
+    if arguments.json:
+        print(json.dumps([{"arch": arch, "folder": folder} for arch, folder in built], indent=2))
+        return 0
     for arch, folder in built:
         console.print(f"[green]built[/green] {arch}: {_plain(str(folder))}")
     return 0

@@ -7,6 +7,7 @@ eager: the model runs eagerly while norm inputs and RoPE results are recorded, t
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import tempfile
 import time
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from ltx_inductor.kernels import rope as kernel
 from ltx_inductor.rewrite.report import RewriteReport
+from ltx_inductor.views.terminal import show
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,8 +47,15 @@ class Side:
     out: Tensor  # [B, S, heads*D], what eager makes of it
 
 
-def run(console: Console) -> int:
-    """0 if at least one side was rewritten and all have eager's bits, else 1."""
+def run(console: Console, as_json: bool = False) -> int:
+    """0 if at least one side was rewritten and all have eager's bits, else 1.
+
+    as_json: prints {"status", "different_elements", "report"}; the text goes to stderr.
+    """
+    if as_json:
+        from rich.console import Console as RichConsole
+
+        console = RichConsole(stderr=True, soft_wrap=True)
     ltx2 = _diffusers()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -59,11 +68,14 @@ def run(console: Console) -> int:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         report = _compile(model, inputs, folder)
         console.print(f"compiled in {time.perf_counter() - start:.1f} s\n")
-        console.print(str(report), markup=False, highlight=False)
+        show(console, report.to_dict())
         _print_diff(console, Path(folder))
         sides = _record(model, ltx2, inputs)
         wrong = _compare(console, sides, report)
-    return int(wrong > 0 or report.count() == 0)
+    status = int(wrong > 0 or report.count() == 0)
+    if as_json:
+        print(json.dumps({"status": status, "different_elements": wrong, "report": report.to_dict()}, indent=2))
+    return status
 
 
 def _diffusers() -> Any:

@@ -1,12 +1,18 @@
-"""`python -m ltx_inductor doctor`: what is there, and what anything missing costs. Changes and builds nothing."""
+"""`python -m ltx_inductor doctor`: what is there, what is missing, what to do. Changes and builds nothing."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,28 +21,43 @@ from ltx_inductor import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
+_TVM_FFI = "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `cost` is what one does without, "" if nothing."""
+    """One line. cost: what one does without, "" if nothing; do: what puts it right; vital: without it nothing works."""
 
     name: str
     found: str
     cost: str = ""
+    do: str = ""
+    vital: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.cost
 
 
-def examine(console: Console) -> int:
-    """Prints the table. 1 if the backend itself cannot work, else 0."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("", "found", "what that means", title=f"ltx_inductor {__version__}", title_justify="left")
+def examine(console: Console, as_json: bool = False) -> int:
+    """Prints the findings. 1 if something vital is missing, else 0."""
     findings = list(find())
+    status = int(any(f.vital and not f.ok for f in findings))
+    if as_json:
+        lines = [{**asdict(f), "ok": f.ok} for f in findings]
+        print(json.dumps({"version": __version__, "status": status, "findings": lines}, indent=2))
+        return status
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console.print(f"ltx_inductor {__version__}", style="bold", markup=False, highlight=False)
+    width = max(len(f.name) for f in findings)
     for f in findings:
-        mark = "[yellow]-[/yellow]" if f.cost else "[green]ok[/green]"
-        table.add_row(f"{mark} {f.name}", escape(f.found), escape(f.cost))
-    console.print(table)
-    return int(any(f.name in ("torch", "backend") and f.cost for f in findings))
+        mark = ("ok      ", "green") if f.ok else ("missing ", "red" if f.vital else "yellow")
+        console.print(Text.assemble(mark, (f.name.ljust(width), "bold"), f"  {f.found}"))
+        for text in filter(None, (f.cost, f.do and f"do: {f.do}")):
+            console.print(Padding(Text(text, "dim" if text is f.cost else ""), (0, 0, 0, width + 10)), soft_wrap=False)
+    return status
 
 
 def find() -> Iterator[Finding]:
@@ -45,34 +66,36 @@ def find() -> Iterator[Finding]:
     yield _backend()
     yield _gpu()
     yield from _build_tools()
-    yield _package("tilelang", "no exact neighborhood attention: pip install 'ltx_inductor[tilelang]'")
-    yield _package("natten", "models that call NATTEN run their own fallback: pip install 'ltx_inductor[natten]'")
-    yield _package("diffusers", "no demo: pip install 'ltx_inductor[demo]'")
+    yield _kernel_cache()
+    yield _proofs()
+    yield _package("tilelang", "no exact neighborhood attention", "pip install 'ltx_inductor[tilelang]'")
+    yield from _natten()
+    yield _package("diffusers", "no demo", "pip install 'ltx_inductor[demo]'")
 
 
 def _torch() -> Finding:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     cost = "" if version >= (2, 11) else "ltx_inductor needs torch >= 2.11"
-    return Finding("torch", f"{torch.__version__} ({built})", cost)
+    return Finding("torch", f"{torch.__version__} ({built})", cost, "pip install 'torch>=2.11'" if cost else "", True)
 
 
 def _backend() -> Finding:
     names = {e.name for e in importlib.metadata.entry_points(group="torch_dynamo_backends")}
     if "ltx" in names:
-        return Finding("backend", 'backend="ltx"')
-    return Finding(
-        "backend", "no entry point", "not installed: pip install it, or use backend=ltx_inductor.ltx_backend"
-    )
+        return Finding("backend", 'backend="ltx"', vital=True)
+    do = "pip install it, or use backend=ltx_inductor.ltx_backend"
+    return Finding("backend", "no entry point", 'torch.compile does not know backend="ltx"', do, True)
 
 
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
-        return Finding("GPU", "none", "graphs on the CPU are left alone; explain says what a GPU would get")
+        cost = "graphs on the CPU are left alone; explain says what a GPU would get"
+        return Finding("GPU", "none", cost, "" if torch.version.cuda else "on a machine with one: torch with CUDA")
     found = []
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
-        found.append(f"{torch.cuda.get_device_name(i)} ({major}.{minor})")
+        found.append(f"{torch.cuda.get_device_name(i)} (sm_{major}{minor})")
     return Finding("GPU", ", ".join(found))
 
 
@@ -86,16 +109,76 @@ def _build_tools() -> Iterator[Finding]:
         return "none" if found is None else f"{found['version']} at {found['path']}"
 
     either = tools["nvcc"] is not None or tools["nvrtc"] is not None
-    no_compiler = "kernels cannot be built here, only loaded from the kernel cache"
-    yield Finding("nvcc", tool("nvcc"), "" if tools["nvcc"] else ("NVRTC is used" if either else no_compiler))
-    yield Finding("NVRTC", tool("nvrtc"), "" if either else no_compiler + ": torch's CUDA wheels bring NVRTC")
-    yield Finding("C compiler", tool("cc"), "" if tools["cc"] else no_compiler)
-    missing = "no kernel can be launched: pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"
-    yield Finding("tvm_ffi", tools["tvm_ffi"] or "none", "" if tools["tvm_ffi"] else missing)
-    yield Finding("kernel cache", tools["cache"])
+    loaded_only = "kernels cannot be built here, only loaded from the kernel cache"
+    if tools["nvcc"] is None:
+        install = "install the CUDA toolkit, or set CUDA_HOME"
+        yield Finding("nvcc", "none", "NVRTC is used" if either else loaded_only, "" if either else install)
+    else:
+        yield Finding("nvcc", tool("nvcc"))
+    nvrtc = "" if either else "pip install nvidia-cuda-nvrtc (torch's CUDA wheels bring it)"
+    yield Finding("NVRTC", tool("nvrtc"), "" if either else loaded_only, nvrtc)
+    yield Finding(
+        "C compiler", tool("cc"), "" if tools["cc"] else loaded_only, "" if tools["cc"] else "apt install gcc"
+    )
+    missing = "" if tools["tvm_ffi"] else "no kernel of rmsnorm_split_rope can be launched"
+    yield Finding("tvm_ffi", tools["tvm_ffi"] or "none", missing, _TVM_FFI if missing else "")
 
 
-def _package(name: str, cost: str) -> Finding:
+def _kernel_cache() -> Finding:
+    from ltx_inductor.kernels import source_digest, store
+
+    root = store.cache_root()
+    parent = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    kernels = [p for p in root.rglob("*") if p.suffix in (".cubin", ".so")] if root.is_dir() else []
+    current = sum(source_digest()[:16] in p.parts for p in kernels)
+    size = sum(p.stat().st_size for p in kernels)
+    text = f"{root}: {len(kernels)} artefacts, {size / 1e6:.1f} MB, {current} of this version"
+    if os.access(parent, os.W_OK):
+        return Finding("kernel cache", text)
+    return Finding("kernel cache", text, "the folder cannot be written", "set LTX_INDUCTOR_CACHE to one that can")
+
+
+def proofs() -> list[dict[str, Any]]:
+    """The records of every kernel that was compared with eager on this machine, as kernels/gate.py keeps them."""
+    from ltx_inductor.kernels import store
+
+    found = []
+    for path in sorted((store.cache_root() / "proofs").glob("*.proof")):
+        payload = store.read(path)
+        if payload is not None:
+            found.append(dict(json.loads(payload)))
+    return found
+
+
+def _proofs() -> Finding:
+    here = [p for p in proofs() if p.get("torch") == torch.__version__]
+    good = Counter(f"{p['contract']} on {p['device']}" for p in here if not p["refusal"])
+    bad = [p["refusal"] for p in here if p["refusal"]]
+    if bad:
+        return Finding("proofs", f"{len(bad)} of {len(here)} kernels differ from eager", bad[0], "please report it")
+    text = ", ".join(f"{n} x {name}" for name, n in sorted(good.items()))
+    return Finding("proofs", text or f"none yet with torch {torch.__version__}: made at the first compile on a GPU")
+
+
+def _natten() -> Iterator[Finding]:
+    cost = "models that call NATTEN run their own fallback"
+    package = _package("natten", cost, "pip install 'ltx_inductor[natten]'")
+    yield package
+    if not package.ok:
+        return
+    # natten takes seconds to import and registers ops: in a process of its own
+    code = "import natten; print(natten.HAS_LIBNATTEN)"
+    try:
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        has = run.stdout.strip().endswith("True")
+    except (OSError, subprocess.TimeoutExpired):
+        has = False
+    do = "install natten's wheel for your torch and CUDA, see natten.org/install"
+    without = "NATTEN itself runs on FlexAttention; our kernels do not need libnatten"
+    yield Finding("libnatten", "there" if has else "none", "" if has else without, "" if has else do)
+
+
+def _package(name: str, cost: str, do: str) -> Finding:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, "none", cost)
+        return Finding(name, "none", cost, do)
     return Finding(name, importlib.metadata.version(name))

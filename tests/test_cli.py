@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from ltx_inductor import cli, demo, doctor, kernels
-from ltx_inductor.kernels import build
+from ltx_inductor import bench, cli, demo, doctor, kernels
+from ltx_inductor.kernels import build, store
+from ltx_inductor.rewrite.report import GraphReport, Refusal, RewriteReport, Site
 from tests import stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -100,35 +102,146 @@ def test_build_wants_an_arch(monkeypatch, capsys):
     assert "hopper" in capsys.readouterr().err
 
 
-def test_doctor_finds_what_is_here(capsys):
+def test_build_as_json(monkeypatch, capsys):
+    monkeypatch.setattr(build, "prebuild", lambda archs: [(a, "the folder") for a in archs])
+    assert cli.main(["build", "--arch", "9.0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"arch": "9.0", "folder": "the folder"}]
+
+
+@pytest.fixture
+def no_natten(monkeypatch):
+    """Importing natten in a process of its own takes seconds."""
+    monkeypatch.setattr(doctor, "_natten", lambda: iter([doctor.Finding("natten", "1")]))
+
+
+def test_doctor_finds_what_is_here(no_natten, capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert torch.__version__ in out
     assert 'backend="ltx"' in out
+    assert cli.main(["doctor", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["status"] == 0
+    assert {f["name"] for f in data["findings"]} >= {"torch", "backend", "GPU", "nvcc", "kernel cache", "proofs"}
 
 
-def test_doctor_says_what_missing_costs(monkeypatch):
-    nothing_there = {"nvcc": None, "nvrtc": None, "cc": None, "tvm_ffi": None, "cache": "folder"}
-    monkeypatch.setattr(build, "toolchain", lambda: nothing_there)
+NOTHING = {"nvcc": None, "nvrtc": None, "cc": None, "tvm_ffi": None, "cache": "folder"}
+
+
+def test_doctor_says_what_missing_costs_and_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(build, "toolchain", lambda: NOTHING)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    costs = {f.name: f.cost for f in doctor.find()}
-    for name in ("GPU", "nvcc", "NVRTC", "C compiler", "tvm_ffi", "tilelang", "natten", "diffusers"):
-        assert costs[name], name
-    assert not costs["torch"]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    lines = {f.name: f for f in doctor.find()}
+    for name in ("nvcc", "NVRTC", "C compiler", "tvm_ffi", "tilelang", "natten", "diffusers"):
+        assert lines[name].cost, name
+        assert lines[name].do, name
+    assert lines["GPU"].cost
+    assert lines["torch"].ok
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    assert "2.11" in doctor._torch().cost
-    assert kernels
+    assert cli.main(["doctor"]) == 1
+    assert "do: pip install 'torch>=2.11'" in capsys.readouterr().out
 
 
 def test_doctor_reports_nvrtc_instead_of_nvcc(monkeypatch):
     nvrtc = {"path": "somewhere", "version": "13.0"}
-    monkeypatch.setattr(
-        build, "toolchain", lambda: {"nvcc": None, "nvrtc": nvrtc, "cc": None, "tvm_ffi": "1", "cache": ""}
+    monkeypatch.setattr(build, "toolchain", lambda: NOTHING | {"nvrtc": nvrtc, "tvm_ffi": "1"})
+    lines = {f.name: f for f in doctor._build_tools()}
+    assert (lines["nvcc"].cost, lines["nvcc"].do) == ("NVRTC is used", "")
+    assert lines["NVRTC"].ok
+
+
+def test_doctor_knows_the_cache_and_the_proofs(monkeypatch, tmp_path):
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path / "cache"))
+    assert "0 artefacts" in doctor._kernel_cache().found
+    assert "none yet" in doctor._proofs().found
+    store.publish(tmp_path / "cache" / kernels.source_digest()[:16] / "a.cubin", b"1234")
+    assert "1 artefacts, 0.0 MB, 1 of this version" in doctor._kernel_cache().found
+    record = {"contract": "bf16-chain", "device": "a GPU", "torch": torch.__version__, "refusal": None}
+    store.publish(tmp_path / "cache" / "proofs" / "a.proof", json.dumps(record).encode())
+    assert doctor._proofs().found == "1 x bf16-chain on a GPU"
+    store.publish(tmp_path / "cache" / "proofs" / "b.proof", json.dumps(record | {"refusal": "it differs"}).encode())
+    assert doctor._proofs().cost == "it differs"
+
+
+@pytest.mark.slow
+def test_doctor_asks_natten_for_its_library():
+    pytest.importorskip("natten")
+    package, library = doctor._natten()
+    assert package.ok
+    assert library.found in ("there", "none")
+
+
+def test_doctor_in_a_narrow_terminal(no_natten, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(build, "toolchain", lambda: NOTHING)
+    assert cli.main(["doctor"]) == 0
+    assert "do: pip install 'apache-tvm-ffi" in " ".join(capsys.readouterr().out.split())
+
+
+def test_diff(tmp_path, capsys):
+    sites = [
+        Site("rmsnorm_split_rope", "op", s, 0, f"m.py:{n}", {"x": "[1]"}, "bf16-chain", s) for n, s in enumerate("qk")
+    ]
+    refusal = Refusal("rmsnorm_split_rope", "now it is read twice", "m.py:1", hint="undo that")
+    before, after = RewriteReport([GraphReport(sites)]), RewriteReport([GraphReport(sites[:1], [refusal])])
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, report in zip(paths, (before, after), strict=True):
+        path.write_text(report.to_json())
+    assert cli.main(["diff", *map(str, paths)]) == 1
+    out = capsys.readouterr().out
+    assert "0 gained, 1 lost, 1 refused that were not before" in out
+    assert "- m.py:1" in out
+    assert "now it is read twice" in out
+    assert cli.main(["diff", *map(str, paths[::-1]), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["gained"]) == 1
+    moved = [replace(s, source="m.py:77", node="other") for s in sites]  # code moves
+    assert not before.diff(RewriteReport([GraphReport(moved)])).lost
+    assert len(before.diff(RewriteReport([GraphReport(moved * 2)])).gained) == 2
+    paths[1].write_text("{}")
+    assert cli.main(["diff", *map(str, paths)]) == 2
+    assert "is not a report" in capsys.readouterr().err
+    assert cli.main(["diff", str(tmp_path / "none"), str(paths[0])]) == 2
+
+
+def test_bench(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "rope", "block", "--out", str(tmp_path)]) == 1
+    assert "rope: no GPU here: nothing was measured" in capsys.readouterr().out
+    assert cli.main(["bench", "nonsense"]) == 2
+    assert "no benchmark 'nonsense'" in capsys.readouterr().err
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    assert cli.main(["bench"]) == 2
+    assert "clone of the repository" in capsys.readouterr().err
+
+
+def test_bench_runs_a_script_and_shows_its_table(monkeypatch, tmp_path, capsys):
+    (tmp_path / "benchmarks").mkdir()
+    script = tmp_path / "benchmarks" / "rope.py"
+    rows = {"production": {"v1536": {"ours": 20.0, "inductor": 80.0, "of_floor": 0.97}}}
+    script.write_text(
+        f"import sys, pathlib; print('a row'); pathlib.Path(sys.argv[-1]).write_text({json.dumps(rows)!r})"
     )
-    costs = {f.name: f.cost for f in doctor.find()}
-    assert costs["nvcc"] == "NVRTC is used"
-    assert not costs["NVRTC"]
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.main(["bench", "rope", "--quick", "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "4.00" in out
+    assert "0.970" in out
+    assert cli.main(["bench", "rope", "--quick", "--json", "--out", str(tmp_path / "out")]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["rope"] == rows
+    script.write_text("raise SystemExit('it broke')")
+    assert cli.main(["bench", "rope", "--quick", "--out", str(tmp_path / "out")]) == 2
+    assert "it broke" in capsys.readouterr().err
+
+
+def test_the_tables_of_the_committed_results():
+    """What the scripts wrote is what the tables read."""
+    results = ROOT / "benchmarks" / "results"
+    files = {"rope": "rope-h200.json", "block": "block-h200.json", "pass_cost": "pass_cost.json"}
+    found = {"measured": {name: json.loads((results / file).read_text()) for name, file in files.items()}}
+    assert [t.row_count for t in bench.tables(found)] == [40, 2, 4]
 
 
 def test_demo_without_diffusers(monkeypatch, capsys):
@@ -140,8 +253,6 @@ def test_demo_without_diffusers(monkeypatch, capsys):
 def test_demo_sees_a_wrong_bit():
     """The comparison that the demo ends with can fail."""
     from rich.console import Console
-
-    from ltx_inductor.rewrite.report import GraphReport, RewriteReport, Site
 
     torch.manual_seed(0)
     norm = torch.nn.RMSNorm(64, eps=1e-6).to(torch.bfloat16)

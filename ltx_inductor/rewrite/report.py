@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ltx_inductor.rewrite.difference import Difference, difference
 from ltx_inductor.rewrite.drawn import Drawing
 
 
@@ -165,6 +166,10 @@ class RewriteReport:
             return
         head = "; ".join(f"expected {n} sides of {rule}, found {self.count(rule)}" for rule, n in wrong.items())
         raise LostFusionError(f"{head}\n{self}")
+
+    def diff(self, after: RewriteReport) -> Difference:
+        """What `after`, a later report of the same model, has gained and lost; `str()` of it is for people."""
+        return difference(self, after)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dict with keys graphs, cached, notes, pass_ms, counts."""
