@@ -148,7 +148,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: Window, scale: float, e
 def _addressable(t: Tensor) -> Tensor:
     strides = [s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
     fits = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 and s < 1 << 38 for s in strides)
-    return t if fits else t.contiguous()
+    return t if fits else t.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a misaligned one
 
 
 def _launches(*tensors: Tensor) -> Iterator[slice]:
