@@ -75,13 +75,14 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Config:
     """The defaults as LTX_INDUCTOR_CPU, LTX_INDUCTOR_STRICT (0/1) and LTX_INDUCTOR_DUMP (a folder) set them."""
     env = os.environ if environ is None else environ
     return Config(
-        cpu=_flag(env, "LTX_INDUCTOR_CPU"),
-        strict=_flag(env, "LTX_INDUCTOR_STRICT"),
+        cpu=flag(env, "LTX_INDUCTOR_CPU"),
+        strict=flag(env, "LTX_INDUCTOR_STRICT"),
         dump=env.get("LTX_INDUCTOR_DUMP") or None,
     )
 
 
-def _flag(env: Mapping[str, str], name: str) -> bool:
+def flag(env: Mapping[str, str], name: str) -> bool:
+    """A yes/no variable, False where it is not set. Raises ValueError for anything else."""
     value = env.get(name, "").strip().lower()
     if value in _TRUE:
         return True

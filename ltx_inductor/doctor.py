@@ -64,6 +64,7 @@ def find() -> Iterator[Finding]:
     """All findings, the most important first."""
     yield _torch()
     yield _backend()
+    yield _autoload()
     yield _gpu()
     yield from _build_tools()
     yield _kernel_cache()
@@ -86,6 +87,23 @@ def _backend() -> Finding:
         return Finding("backend", 'backend="ltx"', vital=True)
     do = "pip install it, or use backend=ltx_inductor.ltx_backend"
     return Finding("backend", "no entry point", 'torch.compile does not know backend="ltx"', do, True)
+
+
+def _autoload() -> Finding:
+    """LTX_INDUCTOR_REGISTER, for programs that compile with stock Inductor."""
+    from ltx_inductor.config import flag
+
+    names = {e.value for e in importlib.metadata.entry_points(group="torch.backends")}
+    if not flag(os.environ, "LTX_INDUCTOR_REGISTER"):
+        return Finding("no-code start", "off: LTX_INDUCTOR_REGISTER=1 turns it on")
+    if "ltx_inductor_autoload:autoload" not in names:
+        return Finding(
+            "no-code start", "no entry point", "LTX_INDUCTOR_REGISTER has no effect", "install the package anew"
+        )
+    if not flag({"TORCH_DEVICE_BACKEND_AUTOLOAD": "1", **os.environ}, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        cost = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from calling it"
+        return Finding("no-code start", "switched off in torch", cost, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")
+    return Finding("no-code start", 'on: backend="inductor" is rewritten too')
 
 
 def _gpu() -> Finding:

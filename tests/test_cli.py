@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,6 +165,19 @@ def test_doctor_knows_the_cache_and_the_proofs(monkeypatch, tmp_path):
     assert doctor._proofs().found == "1 x bf16-chain on a GPU"
     store.publish(tmp_path / "cache" / "proofs" / "b.proof", json.dumps(record | {"refusal": "it differs"}).encode())
     assert doctor._proofs().cost == "it differs"
+
+
+def test_doctor_knows_the_no_code_start(monkeypatch):
+    monkeypatch.delenv("LTX_INDUCTOR_REGISTER", raising=False)
+    assert doctor._autoload().found.startswith("off")
+    monkeypatch.setenv("LTX_INDUCTOR_REGISTER", "1")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    assert "no effect" in doctor._autoload().cost
+    entry = types.SimpleNamespace(value="ltx_inductor_autoload:autoload")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    assert doctor._autoload().ok
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in doctor._autoload().do
 
 
 @pytest.mark.slow
