@@ -41,16 +41,20 @@ def draw(grid: Triple, heads: int = 2, batch: int = 1, kind: str = "normed", see
     """q, k, v in bf16. normed: as the decoder has them, q and k normalised per head; plain: scores of 8 sigma;
     peaked: one key takes nearly all; flat: all weights about equal; equal: all scores the same."""
     gen = torch.Generator("cuda").manual_seed(seed)
-    q, k, v = (torch.randn((batch, *grid, heads, 64), generator=gen, device="cuda") for _ in range(3))
-    if kind == "normed":
-        q, k = torch.nn.functional.normalize(q, dim=-1) * 1.7, torch.nn.functional.normalize(k, dim=-1) * 10.4
-    elif kind == "peaked":
-        q = q * 8
-    elif kind == "flat":
-        q = q * 0.01
-    elif kind == "equal":
-        k = torch.ones_like(k)
-    return q.bfloat16(), k.bfloat16(), v.bfloat16()
+    made = [torch.empty((batch, *grid, heads, 64), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    for t in range(grid[0]):  # a frame at a time: the largest grids would not fit in fp32
+        q, k, v = (torch.randn((batch, *grid[1:], heads, 64), generator=gen, device="cuda") for _ in range(3))
+        if kind == "normed":
+            q, k = torch.nn.functional.normalize(q, dim=-1) * 1.7, torch.nn.functional.normalize(k, dim=-1) * 10.4
+        elif kind == "peaked":
+            q = q * 8
+        elif kind == "flat":
+            q = q * 0.01
+        elif kind == "equal":
+            k = torch.ones_like(k)
+        for whole, frame in zip(made, (q, k, v), strict=True):
+            whole[:, t] = frame
+    return tuple(made)
 
 
 def prepare(window: Triple) -> None:
