@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -39,9 +39,13 @@ def _libcuda() -> ctypes.CDLL:
 def _call(name: str, *args: Any) -> None:
     code = getattr(_libcuda(), name)(*args)
     if code:
-        text = ctypes.c_char_p()
-        _libcuda().cuGetErrorString(code, ctypes.byref(text))
-        raise DriverError(f"{name} failed with CUDA error {code} ({(text.value or b'unknown').decode()})")
+        _fail(name, code)
+
+
+def _fail(name: str, code: int) -> NoReturn:
+    text = ctypes.c_char_p()
+    _libcuda().cuGetErrorString(code, ctypes.byref(text))
+    raise DriverError(f"{name} failed with CUDA error {code} ({(text.value or b'unknown').decode()})")
 
 
 def load(image: bytes, name: str, device: int, shared_bytes: int) -> int:
@@ -65,7 +69,6 @@ def load(image: bytes, name: str, device: int, shared_bytes: int) -> int:
     return function.value
 
 
-@functools.lru_cache(maxsize=256)
 def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
     """How the TMA reads boxes of a bf16 tensor: innermost dimension first, strides in bytes of all but the innermost.
 
@@ -97,20 +100,20 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
 
 def launch(function: int, blocks: int, threads: int, shared_bytes: int, device: int, arguments: Sequence[Any]) -> None:
     """Launches on the current stream of `device`; arguments are ctypes values, copied before this returns."""
-    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-    one, none = ctypes.c_uint(1), ctypes.c_void_p()
-    with torch.cuda.device(device):
-        _call(
-            "cuLaunchKernel",
-            ctypes.c_void_p(function),
-            ctypes.c_uint(blocks),
-            one,
-            one,
-            ctypes.c_uint(threads),
-            one,
-            one,
-            ctypes.c_uint(shared_bytes),
-            ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
-            pointers,
-            none,
-        )
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            launch(function, blocks, threads, shared_bytes, device, arguments)
+        return
+    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    stream = torch.cuda.current_stream(device).cuda_stream
+    code = _launcher()(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, None)
+    if code:
+        _fail("cuLaunchKernel", code)
+
+
+@functools.lru_cache(maxsize=1)
+def _launcher() -> Any:
+    call = _libcuda().cuLaunchKernel
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    call.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return call

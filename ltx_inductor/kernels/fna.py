@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -164,25 +165,46 @@ def _launch(
     function: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: Window, scale: float, device: int
 ) -> None:
     shape = Shape.of(window)
-    batch, t, h, w, heads = q.shape[:5]
-    multiprocessors = _multiprocessors(device)
+    params, maps, blocks = _arguments(window, device, *(_described(x) for x in (q, k, v)))
+    params = _Params.from_buffer_copy(params)  # the rest is the same for every call on such tensors
+    params.tensors[3], params.scale_log2 = out.data_ptr(), scale * _LOG2_E
+    driver.launch(function, blocks, shape.threads, shape.shared_bytes, device, [*maps, params])
+
+
+_Described = tuple[int, torch.Size, tuple[int, ...]]  # address, sizes, strides of a tensor
+
+
+def _described(x: Tensor) -> _Described:
+    return x.data_ptr(), x.shape, x.stride()
+
+
+@functools.lru_cache(maxsize=256)
+def _arguments(
+    window: Window, device: int, q: _Described, k: _Described, v: _Described
+) -> tuple[_Params, list[Any], int]:
+    """Parameters of the kernel but for the result and the scale, tensor maps, and the number of CTAs.
+
+    A model's activations come back to the same addresses, and this takes longer than the launch.
+    """
+    shape = Shape.of(window)
+    batch, t, h, w, heads = q[1][:5]
     columns = -(-h // 4) * -(-w // 4) * heads * batch
+    ctas = _multiprocessors(device) * shape.ctas
+    segment = tiles_per_item(t, columns, window, ctas)
     tiles = -(-t // 4)
-    segment = tiles_per_item(t, columns, window, multiprocessors * shape.ctas)
     segments = -(-tiles // segment)
     items = columns * segments
     if items > 0x7FFFFFFF or batch * t > 0x7FFFFFFF:
-        raise ValueError(f"q of shape {list(q.shape)}: neighborhood attention takes at most 2^31 query tiles in a call")
-    params = _Params(segment=segment, segments=segments, scale_log2=scale * _LOG2_E)
+        raise ValueError(f"q of shape {list(q[1])}: neighborhood attention takes at most 2^31 query tiles in a call")
+    params = _Params(segment=segment, segments=segments)
     params.sizes[:] = (batch, t, h, w, heads)
-    params.tensors[:] = tuple(x.data_ptr() for x in (q, k, v, out))
+    params.tensors[:3] = (q[0], k[0], v[0])
     for row, x in zip(params.strides, (q, k, v), strict=True):
-        row[:] = x.stride()[:5]
+        row[:] = x[2][:5]
     maps = [_map(q, (4, 4, 4), "wth")]
     for x in (k, v):
         maps += [_map(x, (shape.box_w, rows, 1), "wht") for rows in (1, max(1, shape.middle))]
-    blocks = min(items, multiprocessors * shape.ctas)
-    driver.launch(function, blocks, shape.threads, shape.shared_bytes, device, [*maps, params])
+    return params, maps, min(items, ctas)
 
 
 @functools.cache
@@ -190,18 +212,16 @@ def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _map(x: Tensor, box: tuple[int, int, int], order: str) -> object:
+def _map(x: _Described, box: tuple[int, int, int], order: str) -> Any:
     """x as the TMA sees it: head_dim, heads, then W, H and T (with B in front of it) in `order`, innermost first."""
-    batch, t, h, w, heads, _ = x.shape
+    address, (batch, t, h, w, heads, _), strides = x
     size = {"t": batch * t, "h": h, "w": w}
-    stride = {"t": x.stride(1), "h": x.stride(2), "w": x.stride(3)}
-    if t == 1:
-        stride["t"] = x.stride(0)
-    steps = [x.stride(4), *(stride[axis] for axis in order)]
+    stride = {"t": strides[0] if t == 1 else strides[1], "h": strides[2], "w": strides[3]}
+    steps = [strides[4], *(stride[axis] for axis in order)]
     sizes = [heads, *(size[axis] for axis in order)]
     # an axis of size 1 is never stepped along, and torch may leave any stride there
     return driver.tensor_map(
-        x.data_ptr(),
+        address,
         (HEAD_DIM, *sizes),
         tuple(2 * (s if n > 1 else HEAD_DIM) for s, n in zip(steps, sizes, strict=True)),
         (HEAD_DIM, 1, *box),

@@ -106,3 +106,25 @@ ACCEPTED = {"arch": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, "kernel_siz
 def test_what_there_is_a_kernel_for(change: dict[str, object], said: str | None) -> None:
     answer = fna.unsupported(**(ACCEPTED | change))  # type: ignore[arg-type]
     assert (answer is None) if said is None else (answer is not None and said in answer)
+
+
+def test_what_a_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, strides and boxes of views of a packed projection, batch of 2 behind T."""
+    maps: list[tuple[object, ...]] = []
+    monkeypatch.setattr(fna.driver, "tensor_map", lambda *args: maps.append(args))
+    monkeypatch.setattr(fna, "_multiprocessors", lambda device: 132)
+    fna._arguments.cache_clear()
+    packed = torch.empty(2, 12, 13, 16, 3 * 4 * 64, dtype=torch.bfloat16)
+    q, k, v = (x.unflatten(-1, (4, 64)) for x in packed.chunk(3, dim=-1))
+    params, _, blocks = fna._arguments((11, 11, 11), 0, *(fna._described(x) for x in (q, k, v)))
+    fna._arguments.cache_clear()
+    assert list(params.sizes) == [2, 12, 13, 16, 4]
+    assert [list(s) for s in params.strides] == [[12 * 13 * 16 * 768, 13 * 16 * 768, 16 * 768, 768, 64]] * 3
+    assert list(params.tensors)[:3] == [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+    assert params.segment * params.segments >= 3  # tiles of T
+    assert blocks == min(132, 4 * 4 * 4 * 2 * params.segments)
+    address, sizes, steps, box = maps[0]
+    assert (address, sizes, box) == (q.data_ptr(), (64, 4, 16, 24, 13), (64, 1, 4, 4, 4))
+    assert steps == (128, 2 * 768, 2 * 13 * 16 * 768, 2 * 16 * 768)
+    assert [m[3] for m in maps[1:]] == [(64, 1, 16, 1, 1), (64, 1, 16, 8, 1)] * 2
+    assert maps[1][1] == (64, 4, 16, 13, 24)
