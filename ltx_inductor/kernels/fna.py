@@ -1,4 +1,4 @@
-"""3D neighborhood attention on CUDA, schedule `fast`: what it takes, how it is made ready, and the launch.
+"""3D neighborhood attention on CUDA: what it takes, how it is made ready, and the launch; `exact` goes to fna_exact.
 
 The kernel is csrc/fna.cu, which says how it works. It is compiled once per window, a few seconds each; sizes of the
 grid, heads, strides and scale are arguments. `prepare` compiles and loads it while a graph is compiled.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build, driver
+from ltx_inductor.kernels import build, driver, fna_exact
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 HEAD_DIM = 64
@@ -78,7 +78,7 @@ def unsupported(
     exact: bit for bit NATTEN's result is wanted, not just its accuracy.
     """
     if exact:
-        return "no neighborhood-attention kernel with NATTEN's bits is built in; NATTEN itself runs under exact=True"
+        return fna_exact.unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=kernel_size)
     if arch != (9, 0):
         return f"no neighborhood-attention kernel for compute capability {arch[0]}.{arch[1]}; expected 9.0 (H100, H200)"
     if dtype != torch.bfloat16:
@@ -108,6 +108,8 @@ def prepare(
     missing = unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=window, exact=exact)
     if missing is not None:
         return missing
+    if exact:
+        return fna_exact.prepare(arch, dtype=dtype, head_dim=head_dim, kernel_size=window, device=device)
     with _lock:
         if (device, window) in _functions:
             return None
@@ -132,11 +134,12 @@ def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: Window, scale: float, e
     KernelNotReadyError if `prepare` has not been called for the window and device.
     """
     window: Window = (kernel_size[0], kernel_size[1], kernel_size[2])
+    if exact:
+        return fna_exact.launch(q, k, v, window, scale)
     device = q.device.index
     function = _functions.get((device, window))
-    if function is None or exact:
-        kind = "exact" if exact else "fast"
-        raise KernelNotReadyError(f"the {kind} neighborhood-attention kernel of {window} is not ready on {q.device}")
+    if function is None:
+        raise KernelNotReadyError(f"the fast neighborhood-attention kernel of {window} is not ready on {q.device}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out

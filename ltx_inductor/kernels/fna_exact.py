@@ -23,6 +23,7 @@ from ltx_inductor.kernels.rope import KernelNotReadyError
 
 HEAD_DIM = 64
 WINDOWS = range(2, fna_tiles.MAX_WINDOW + 1)  # per axis
+_DENSE = torch.contiguous_format
 _LOG2_E = 1.4426950408889634
 
 _lock = threading.Lock()
@@ -73,9 +74,10 @@ def prepare(
 def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: tuple[int, int, int], scale: float) -> Tensor:
     """Neighborhood attention of q, k, v [B, T, H, W, heads, 64], bf16, on one CUDA device; the result is contiguous.
 
-    Equal to NATTEN 0.21.7's hopper-fna in every bit, for finite k and v and scale > 0. Tensors that are not contiguous
-    are copied first. Raises ValueError for another scale, KernelNotReadyError if `prepare` has not been called for the
-    device, fna_tiles.TablesNotReadyError if a shape is met for the first time inside a graph capture.
+    Equal to NATTEN 0.21.7's hopper-fna in every bit, for finite k and v and scale > 0. Tensors that are not contiguous,
+    or not on a 16-byte boundary, are copied first. Raises ValueError for another scale, KernelNotReadyError if `prepare`
+    has not been called for the device, fna_tiles.TablesNotReadyError if a shape is met for the first time inside a
+    graph capture.
     """
     if not scale > 0:
         raise ValueError(f"scale {scale}: neighborhood attention with NATTEN's bits needs a positive scale")
@@ -84,7 +86,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: tuple[int, int, int], s
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v = (x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=_DENSE) for x in (q, k, v))  # TMA
     tables = fna_tiles.tables((q.shape[1], q.shape[2], q.shape[3]), kernel_size, q.device)
     factor = float(torch.tensor(_LOG2_E, dtype=torch.float32) * torch.tensor(scale, dtype=torch.float32))
     with torch.cuda.device(q.device):

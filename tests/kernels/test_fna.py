@@ -101,6 +101,8 @@ ACCEPTED = {"arch": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, "kernel_siz
         ({"head_dim": 128}, "head_dim 128; expected 64"),
         ({"kernel_size": (1, 11, 11)}, "(1, 11, 11); expected three sizes from 2 to 15"),
         ({"kernel_size": (11, 16, 11)}, "(11, 16, 11)"),
+        ({"exact": True}, None),
+        ({"exact": True, "head_dim": 128}, "no neighborhood-attention kernel with NATTEN's bits for head_dim 128"),
     ],
 )
 def test_what_there_is_a_kernel_for(change: dict[str, object], said: str | None) -> None:
