@@ -75,9 +75,9 @@ def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: tuple[int, int, int], s
     """Neighborhood attention of q, k, v [B, T, H, W, heads, 64], bf16, on one CUDA device; the result is contiguous.
 
     Equal to NATTEN 0.21.7's hopper-fna in every bit, for finite k and v and scale > 0. Tensors that are not contiguous,
-    or not on a 16-byte boundary, are copied first. Raises ValueError for another scale, KernelNotReadyError if `prepare`
-    has not been called for the device, fna_tiles.TablesNotReadyError if a shape is met for the first time inside a
-    graph capture.
+    or not on a 16-byte boundary, are copied first. Raises ValueError for another scale, KernelNotReadyError if
+    `prepare` has not been called for the device, fna_tiles.TablesNotReadyError if a shape is met for the first time
+    inside a graph capture.
     """
     if not scale > 0:
         raise ValueError(f"scale {scale}: neighborhood attention with NATTEN's bits needs a positive scale")
