@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import ltx_inductor.ops.rope  # noqa: F401  (registers the ops whose schemas are part of the id)
+import ltx_inductor.ops  # noqa: F401  (registers the ops whose schemas are part of the id)
 from ltx_inductor import __version__
 from ltx_inductor.config import Config
 
@@ -33,7 +33,7 @@ def cache_id(config: Config) -> str:
     parts = [
         f"ltx_inductor {__version__}",
         f"torch {torch.__version__}",
-        f"rules {config.rules} cpu {config.cpu} strict {config.strict}",
+        f"rules {config.rules} cpu {config.cpu} strict {config.strict} exact {config.exact}",
         source_digest(),
         kernel_digest(),
         f"kernels can be built: {_can_build()}",
@@ -85,5 +85,5 @@ def _can_build() -> bool:
 
 def _schemas() -> list[str]:
     """Schemas of all ops of our namespace that the rewrite can put into a graph."""
-    ops = (torch.ops.ltx_inductor.rmsnorm_split_rope, torch.ops.ltx_inductor.qk_rmsnorm_split_rope)
-    return [str(op.default._schema) for op in ops]
+    names = ("rmsnorm_split_rope", "qk_rmsnorm_split_rope", "na3d")
+    return [str(getattr(torch.ops.ltx_inductor, name).default._schema) for name in names]

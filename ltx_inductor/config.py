@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 PREFIX = "ltx_inductor."
-RULES = ("rmsnorm_split_rope",)
+RULES = ("rmsnorm_split_rope", "neighborhood_attention")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -24,12 +24,15 @@ class Config:
     cpu:     rewrite CPU graphs too. The op then runs its reference, which is slower than Inductor's C++.
     strict:  a lost or refused site is an error (LostFusionError) instead of a line in the report.
     dump:    folder for before/after/diff files of every graph and every rewrite, or None.
+    exact:   only rewrites that have the bits of what they replace; neighborhood attention then needs the kernel that
+             has NATTEN's, and is refused where there is none. The other rule has eager's bits anyway.
     """
 
     rules: tuple[str, ...] = RULES
     cpu: bool = False
     strict: bool = False
     dump: str | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         unknown = [r for r in self.rules if r not in RULES]
@@ -72,11 +75,12 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Config:
-    """The defaults as LTX_INDUCTOR_CPU, LTX_INDUCTOR_STRICT (0/1) and LTX_INDUCTOR_DUMP (a folder) set them."""
+    """The defaults as LTX_INDUCTOR_CPU, _STRICT, _EXACT (0/1) and LTX_INDUCTOR_DUMP (a folder) set them."""
     env = os.environ if environ is None else environ
     return Config(
         cpu=flag(env, "LTX_INDUCTOR_CPU"),
         strict=flag(env, "LTX_INDUCTOR_STRICT"),
+        exact=flag(env, "LTX_INDUCTOR_EXACT"),
         dump=env.get("LTX_INDUCTOR_DUMP") or None,
     )
 

@@ -20,9 +20,9 @@ log = logging.getLogger("ltx_inductor")
 def device_kernels() -> Any:
     """The kernels of this process's devices: looked up, built if need be, and proved, while they are asked for."""
     from ltx_inductor.kernels.choice import DeviceKernels
-    from ltx_inductor.ops.rope import reference
+    from ltx_inductor.ops import na3d, rope
 
-    return DeviceKernels(reference)
+    return DeviceKernels(rope.reference, na3d.reference)
 
 
 def assumed_kernels() -> Any:
@@ -58,16 +58,13 @@ class Remembering:
 
 def ask_again(needs: Iterable[Mapping[str, Any]], example_inputs: Sequence[Any]) -> list[str]:
     """Makes the kernels of a cached graph ready on the device of its inputs; what is missing, as sentences."""
-    from ltx_inductor.rewrite.passes import KernelNeed
-
     wanted = list(needs)
     if not wanted:
         return []
     device = next((t.device for t in example_inputs if isinstance(t, torch.Tensor) and t.device.type != "cpu"), None)
     kernels, missing = device_kernels(), []
     for data in wanted:
-        fields = {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in data.items() if k != "device"}
-        sentence = kernels.refusal(KernelNeed(device=device or torch.device(data["device"]), **fields))
+        sentence = kernels.refusal(_from_json(data, device))
         if sentence is not None:
             missing.append(f"a cached graph runs without its kernel: {sentence}")
     return missing
@@ -75,5 +72,18 @@ def ask_again(needs: Iterable[Mapping[str, Any]], example_inputs: Sequence[Any])
 
 def _to_json(need: Any) -> dict[str, Any]:
     """Without the device's index: ranks share what is kept."""
-    data = asdict(need) | {"device": need.device.type}
+    data = {"kind": need.kind, **asdict(need), "device": need.device.type}
     return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in data.items()}
+
+
+def _from_json(data: Mapping[str, Any], device: torch.device | None) -> Any:
+    """Inverse of `_to_json`, on `device`."""
+    from ltx_inductor.rewrite.needs import NEEDS
+
+    def value(name: str, v: Any) -> Any:
+        if name.endswith("dtype"):
+            return getattr(torch, v)
+        return tuple(v) if isinstance(v, list) else v
+
+    fields = {k: value(k, v) for k, v in data.items() if k not in ("kind", "device")}
+    return NEEDS[data["kind"]](device=device or torch.device(data["device"]), **fields)

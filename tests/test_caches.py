@@ -18,7 +18,7 @@ import ltx_inductor
 from ltx_inductor import cache_id, kernel_needs, kernels, report_store
 from ltx_inductor.config import Config
 from ltx_inductor.joint_pass import LtxPass, PassChain
-from ltx_inductor.rewrite.passes import KernelNeed
+from ltx_inductor.rewrite.needs import KernelNeed
 from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
 from tests import stand_in
 

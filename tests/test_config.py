@@ -12,7 +12,7 @@ from ltx_inductor.registration import current_config, enabled
 
 
 def test_defaults():
-    assert Config() == Config(rules=RULES, cpu=False, strict=False, dump=None)
+    assert Config() == Config(rules=RULES, cpu=False, strict=False, dump=None, exact=False)
     assert from_environment({}) == Config()
 
 
@@ -23,15 +23,17 @@ def test_options_are_taken_by_prefix():
         "ltx_inductor.strict": True,
         "ltx_inductor.rules": list(RULES),
         "ltx_inductor.dump": Path("folder"),
+        "ltx_inductor.exact": True,
     }
-    assert Config().with_options(options) == Config(RULES, True, True, "folder")
+    assert Config().with_options(options) == Config(RULES, True, True, "folder", True)
     config, patches = split_options(None, options)
     assert (config.cpu, patches) == (True, {"max_autotune": True})
 
 
 def test_environment():
-    environ = {"LTX_INDUCTOR_CPU": "1", "LTX_INDUCTOR_STRICT": "yes", "LTX_INDUCTOR_DUMP": "folder"}
-    assert from_environment(environ) == Config(cpu=True, strict=True, dump="folder")
+    flags = {"LTX_INDUCTOR_CPU": "1", "LTX_INDUCTOR_STRICT": "yes", "LTX_INDUCTOR_EXACT": "on"}
+    environ = {**flags, "LTX_INDUCTOR_DUMP": "folder"}
+    assert from_environment(environ) == Config(cpu=True, strict=True, dump="folder", exact=True)
     assert from_environment(dict.fromkeys(environ, "")) == Config()
     assert from_environment({"LTX_INDUCTOR_CPU": "off"}) == Config()
 

@@ -1,7 +1,8 @@
 """Is there a kernel? The answers the pass gets while a graph is compiled.
 
-`DeviceKernels` makes kernels ready for the device the graph is for: looked up, built if need be, and proved once to
-have eager's bits there (see gate.py). `AssumedKernels` builds nothing and says what would happen.
+`DeviceKernels` makes kernels ready for the device the graph is for: looked up, built if need be, and proved once there,
+to have eager's bits (gate.py) or to keep an error bound (fna_gate.py). `AssumedKernels` builds nothing and says what
+would happen.
 """
 
 from __future__ import annotations
@@ -9,98 +10,186 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ltx_inductor.kernels import gate, rope
+from ltx_inductor.kernels import fna, fna_gate, gate, rope
 
+_ROPE, _NEIGHBORHOOD = "rmsnorm_split_rope", "neighborhood_attention"
 ASSUMED_ARCH = (9, 0)  # what a report about a CPU graph assumes: an H100 or H200
 
 
 class Need(Protocol):
-    """The fields of `ltx_inductor.rewrite.passes.KernelNeed`."""
+    """What the needs of `ltx_inductor.rewrite.needs` have in common; `kind` is the rule that asks."""
+
+    kind: ClassVar[str]
 
     @property
     def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def table_dtype(self) -> torch.dtype: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def per_head(self) -> bool: ...
-    @property
-    def contract(self) -> str: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def shared(self) -> bool: ...
+
+
+class Family(Protocol):
+    """The kernels of one kind of need."""
+
+    def unsupported(self, need: Any, arch: tuple[int, int]) -> str | None:
+        """Why there is no kernel for this, whatever is built; None if there is."""
+        ...
+
+    def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
+        """Builds, loads and proves the kernel; None, or why it cannot be used."""
+        ...
+
+    def on_the_cpu(self, need: Any, assumed: bool) -> str | None:
+        """Why the op may not run its reference there; None if it may. assumed: the graph is to run on a GPU later."""
+        ...
+
+    def proof(self, need: Any, device: int | None) -> str:
+        """How it is known that the op is right; device None is the CPU."""
+        ...
+
+
+class _Rope:
+    """Kernels that have eager's bits; `reference` is the eager chain."""
+
+    def __init__(self, reference: Callable[..., torch.Tensor] | None = None) -> None:
+        self._reference = reference
+
+    def unsupported(self, need: Any, arch: tuple[int, int]) -> str | None:
+        return rope.unsupported(arch=arch, **_rope_facts(need))
+
+    def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
+        assert self._reference is not None
+        return rope.prepare(
+            arch, **_rope_facts(need), layout=need.layout, shared=need.shared, device=device
+        ) or gate.refusal(need, device, self._reference)
+
+    def on_the_cpu(self, need: Any, assumed: bool) -> str | None:
+        return None
+
+    def proof(self, need: Any, device: int | None) -> str:
+        if device is None:
+            return "on the CPU the op runs its reference: the eager chain, op by op"
+        return gate.proof(need, device)
+
+
+class _Neighborhood:
+    """Kernels with NATTEN's accuracy, or with its bits where `exact` is asked for; `reference` is the op's, in fp32."""
+
+    def __init__(self, reference: Callable[..., torch.Tensor] | None = None) -> None:
+        self._reference = reference
+
+    def unsupported(self, need: Any, arch: tuple[int, int]) -> str | None:
+        return fna.unsupported(arch=arch, **_neighborhood_facts(need))
+
+    def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
+        missing = fna.prepare(arch, **_neighborhood_facts(need), device=device)
+        if missing is not None or need.exact:
+            return missing
+        assert self._reference is not None
+        return fna_gate.refusal(need.kernel_size, device, self._reference)
+
+    def on_the_cpu(self, need: Any, assumed: bool) -> str | None:
+        if assumed:
+            return self.unsupported(need, ASSUMED_ARCH)
+        if need.exact:
+            return "on the CPU the op runs its reference, which has not NATTEN's bits, and exact=True asks for them"
+        return None
+
+    def proof(self, need: Any, device: int | None) -> str:
+        if device is None:
+            return "on the CPU the op runs its reference: fp32 throughout, one rounding of the result"
+        if need.exact:
+            return "schedule exact: NATTEN's bits (docs/neighborhood-attention.md says on what they were compared)"
+        if self._reference is None:
+            return "schedule fast: NATTEN's accuracy, not its bits"
+        found = fna_gate.verdict(need.kernel_size, device, self._reference)
+        worst = max(found["errors"].values())
+        return (
+            f"schedule fast: NATTEN's accuracy, not its bits; relative error {worst:.1e} against "
+            f"attention in fp32, measured on {found['device']} with torch {found['torch']} (bound {found['bound']:.0e})"
+        )
 
 
 class DeviceKernels:
-    """Kernels of this process's devices; the reference on the CPU. `reference` is the eager chain, for the proof."""
+    """Kernels of this process's devices; the references on the CPU.
 
-    def __init__(self, reference: Callable[..., torch.Tensor]) -> None:
-        self._reference = reference
+    reference, neighborhood_reference: those of the RoPE ops and of na3d, which kernels are compared with before their
+    first use.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[..., torch.Tensor],
+        neighborhood_reference: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        self._families: dict[str, Family] = {
+            _ROPE: _Rope(reference),
+            _NEIGHBORHOOD: _Neighborhood(neighborhood_reference),
+        }
 
     def refusal(self, need: Need) -> str | None:
+        family = self._families[need.kind]
         if need.device.type == "cpu":
-            return None
+            return family.on_the_cpu(need, assumed=False)
         if need.device.type != "cuda" or torch.version.hip is not None:
             return f"no kernel for device {need.device}; expected an NVIDIA GPU"
-        index = torch.cuda.current_device() if need.device.index is None else need.device.index
+        index = _index(need.device)
         arch = torch.cuda.get_device_capability(index)
-        missing = _unsupported(need, arch) or rope.prepare(
-            arch, **_facts(need), layout=need.layout, shared=need.shared, device=index
-        )
+        missing = family.unsupported(need, arch)
         if missing is None:
-            missing = gate.refusal(need, index, self._reference)
-        elif _unsupported(need, arch) is None:
-            _warn_once(missing)
+            missing = family.ready(need, arch, index)
+            if missing is not None:
+                _warn_once(missing)
         return missing
 
     def note(self, need: Need) -> str | None:
         return None
 
     def proof(self, need: Need) -> str:
-        if need.device.type == "cpu":
-            return "on the CPU the op runs its reference: the eager chain, op by op"
-        index = torch.cuda.current_device() if need.device.index is None else need.device.index
-        return gate.proof(need, index)
+        return self._families[need.kind].proof(need, None if need.device.type == "cpu" else _index(need.device))
 
 
 class AssumedKernels:
     """For `explain`: a CPU graph is reported as it would be on an H100 or H200, a CUDA graph as on its device."""
 
+    def __init__(self) -> None:
+        self._families: dict[str, Family] = {_ROPE: _Rope(), _NEIGHBORHOOD: _Neighborhood()}
+
     def refusal(self, need: Need) -> str | None:
+        family = self._families[need.kind]
+        if need.device.type == "cpu":
+            return family.on_the_cpu(need, assumed=True)
         if need.device.type != "cuda":
             return None
-        return _unsupported(need, torch.cuda.get_device_capability(need.device))
+        return family.unsupported(need, torch.cuda.get_device_capability(need.device))
 
     def note(self, need: Need) -> str | None:
         if need.device.type != "cpu":
             return None
-        missing = _unsupported(need, ASSUMED_ARCH)
+        missing = self._families[need.kind].unsupported(need, ASSUMED_ARCH)
         return f"on a GPU of compute capability 9.0: {missing}" if missing else None
 
     def proof(self, need: Need) -> str:
+        if need.kind == _NEIGHBORHOOD:
+            return "nothing was run for this report; " + self._families[_NEIGHBORHOOD].proof(need, 0)
         return (
             "nothing was run for this report; before its first use on a device the kernel is compared with eager there "
             f"(bits, at least {gate.ELEMENTS:,} elements)"
         )
 
 
-def _unsupported(need: Need, arch: tuple[int, int]) -> str | None:
-    return rope.unsupported(arch=arch, **_facts(need))
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else int(device.index)
 
 
-def _facts(need: Need) -> dict[str, Any]:
+def _rope_facts(need: Need) -> dict[str, Any]:
     names = ("dtype", "table_dtype", "head_dim", "hidden", "contract", "per_head")
     return {name: getattr(need, name) for name in names}
+
+
+def _neighborhood_facts(need: Any) -> dict[str, Any]:
+    return {name: getattr(need, name) for name in ("dtype", "head_dim", "kernel_size", "exact")}
 
 
 @functools.cache

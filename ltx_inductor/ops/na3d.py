@@ -6,8 +6,7 @@ i and j are points (t, h, w) of the grid. The window of i spans `kernel_size` ke
 borders, so that every query sees equally many: it starts at min(max(i - w//2, 0), size - w). Stride 1, dilation 1, not
 causal: NATTEN's na3d with its defaults.
 
-q, k, v      [B, T, H, W, heads, head_dim], one shape, dtype (bf16, fp16 or fp32) and device; any strides on the CPU,
-             head_dim contiguous on CUDA
+q, k, v      [B, T, H, W, heads, head_dim], one shape, dtype (bf16, fp16 or fp32) and device; any strides
 kernel_size  keys per axis (T, H, W), each at least 1 and at most the grid's size
 out          as q, contiguous
 
@@ -20,7 +19,6 @@ bits), or the reference where there is none.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx_inductor.kernels import fna
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,13 +116,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int]) -> None:
                 f"kernel_size={list(kernel_size)}: the window has {window} keys along {axis}, the grid only {size}; "
                 "expected a window that fits"
             )
-    if q.device.type == "cuda":
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if _certainly(t.shape[-1] > 1) and _certainly(t.stride(-1) != 1):
-                raise ValueError(
-                    f"{name} has stride {t.stride(-1)} along head_dim; the kernels read it in whole rows: expected 1 "
-                    f"({name}.contiguous() makes it so)"
-                )
 
 
 def _certainly(fact: Any) -> bool:
@@ -148,8 +140,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: flo
     missing = _unsupported(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[-1], window, exact)
     if missing is None:
         try:
-            out: Tensor = _kernel().launch(q, k, v, window, scale, exact)
-            return out
+            return fna.launch(q, k, v, window, scale, exact)
         except KernelNotReadyError as error:
             missing = str(error)
     _without_kernel(missing, exact)
@@ -160,20 +151,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: flo
 def _unsupported(
     arch: tuple[int, int], dtype: torch.dtype, head_dim: int, window: tuple[int, int, int], exact: bool
 ) -> str | None:
-    kernel = _kernel()
-    if kernel is None:
-        return "this version has no kernel for neighborhood attention"
-    missing: str | None = kernel.unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=window, exact=exact)
-    return missing
-
-
-@functools.cache
-def _kernel() -> Any:
-    """The module `ltx_inductor.kernels.fna`, imported at the first use."""
-    try:
-        return importlib.import_module("ltx_inductor.kernels.fna")
-    except ModuleNotFoundError:
-        return None
+    return fna.unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=window, exact=exact)
 
 
 @functools.cache
@@ -203,5 +181,3 @@ def _no_gradients(
 _LIBRARY.impl("na3d", _run, "CompositeExplicitAutograd")
 _LIBRARY.impl("na3d", _no_gradients, "Autograd")
 torch.library.register_fake("ltx_inductor::na3d", _fake, lib=_LIBRARY)
-# What the op makes of fake tensors, by overload; the rewrite calls it directly.
-FAKES: dict[Any, Any] = {torch.ops.ltx_inductor.na3d.default: _fake}

@@ -22,13 +22,16 @@ _LONGEST = 400  # characters of one call: a reader may be the graph's output, wi
 
 
 class Drawings:
-    """The drawings of one graph. `order`: program order of its nodes; the pass adds those that it writes.
+    """The drawings of one rule on one graph, numbered from `first`.
+
+    order: program order of the graph's nodes; the pass adds those that it writes.
 
     A drawing that fails is left out and logged: it must not cost a rewrite.
     """
 
-    def __init__(self, graph: Graph, order: Mapping[Node, float]) -> None:
+    def __init__(self, graph: Graph, order: Mapping[Node, float], first: int = 0) -> None:
         self.done: list[Drawing] = []
+        self._first = first
         self._original = set(graph.nodes)
         self._order = order
         self._known: dict[Hashable, int] = {}
@@ -46,7 +49,7 @@ class Drawings:
         """To be called when `op` is in place; the number of the drawing, None if there is none."""
         drawing = self._safely(lambda: self._finish(before, op)) if before else None
         if drawing is not None:
-            self._known[key] = len(self.done)
+            self._known[key] = self._first + len(self.done)
             self.done.append(drawing)
         return self._known.get(key)
 

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ltx_inductor.rewrite.source import is_library
+
 log = logging.getLogger("ltx_inductor")
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n?(.*)')
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _SHORT = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -134,7 +135,7 @@ def _trace(name: str, text: str) -> None:
 
 
 def source_comment(node: fx.Node) -> str:
-    """The innermost line outside torch, as "file.py:12 in forward: x = self.norm(x)"; else the module; else ""."""
+    """The innermost line of the user, as "file.py:12 in forward: x = self.norm(x)"; else the module; else ""."""
     frames = _frames(node.stack_trace or "")
     if frames:
         return frames[-1]
@@ -145,7 +146,7 @@ def source_comment(node: fx.Node) -> str:
 @functools.lru_cache(maxsize=65536)
 def _frames(trace: str) -> tuple[str, ...]:
     found = _FRAME.findall(trace)
-    users = [f for f in found if not f[0].startswith(_TORCH)] or found
+    users = [f for f in found if not is_library(f[0])] or found
     return tuple(f"{os.path.basename(path)}:{line} in {where}: {code.strip()}" for path, line, where, code in users)
 
 

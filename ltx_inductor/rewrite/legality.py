@@ -1,8 +1,11 @@
-"""May a side be replaced at all? Each check raises Refuse with what stands in the way and what to do about it."""
+"""May a value be replaced at all? Each check raises Refuse with what stands in the way and what to do about it.
+
+The public checks serve every rule; `check_region` is all of them, and its own, for a side of the RoPE rule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -19,20 +22,26 @@ _METADATA = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, ate
 
 def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SidePlan:
     """Returns the side unchanged, or raises Refuse."""
-    if view.is_training:
-        raise Refuse(
-            "this is a training graph: its backward reads values inside the norm and the rotation",
-            expected="an inference graph",
-            hint="call the model under torch.no_grad() or torch.inference_mode()",
-        )
-    _check_subclasses(view, planned)
-    _check_sizes(planned)
+    inputs = list(_inputs(planned))
+    check_inference(view, "the norm and the rotation")
+    check_plain_tensors(view, inputs)
+    check_sizes([*inputs, planned.side.result], "the rotation")
     _check_norm(planned)
     inside = computed_inside(planned.side.result, region)  # redundant once the result is replaced
     _check_readers(view, planned, inside)
-    _check_mutation(view, planned)
-    _check_streams(planned, inside)
+    check_mutation(view, inputs, planned.side.result, "the rotation")
+    check_streams(planned.side.result, inside)
     return planned
+
+
+def check_inference(view: GraphView, what: str) -> None:
+    """what: the region, in words, for the sentence."""
+    if view.is_training:
+        raise Refuse(
+            f"this is a training graph: its backward reads values inside {what}",
+            expected="an inference graph",
+            hint="call the model under torch.no_grad() or torch.inference_mode()",
+        )
 
 
 def _check_norm(planned: SidePlan) -> None:
@@ -63,21 +72,21 @@ def _check_weight(st: Statistic) -> None:
         )
 
 
-def _check_sizes(planned: SidePlan) -> None:
+def check_sizes(nodes: Iterable[Node], what: str) -> None:
     """Sizes that only the running model knows: Inductor cannot fix the layout of such an operand for an opaque op."""
-    for n in (*_inputs(planned), planned.side.result):
+    for n in nodes:
         value = n.meta["val"]
         if free_unbacked_symbols((*value.shape, *value.stride())):
             raise Refuse(
                 f"{n.name} has a size that is only known while the model runs, {tuple(value.shape)}",
                 expected="sizes that are known, or symbols of an input's size",
-                hint="cut to a data-dependent length outside the compiled model, or after the rotation",
+                hint=f"cut to a data-dependent length outside the compiled model, or after {what}",
             )
 
 
-def _check_subclasses(view: GraphView, planned: SidePlan) -> None:
+def check_plain_tensors(view: GraphView, inputs: Iterable[Node]) -> None:
     """A quantised weight of some linear layer is no obstacle; a subclass among the operands, or any DTensor, is."""
-    parts = [n for n in _inputs(planned) if _storage_root(n) in view.subclass_parts]
+    parts = [n for n in inputs if _storage_root(n) in view.subclass_parts]
     if parts or view.has_dtensor:
         what = f"{parts[0].name} is part of a tensor subclass" if parts else "the model was called with DTensors"
         raise Refuse(
@@ -129,15 +138,15 @@ def _inputs(planned: SidePlan) -> Iterator[Node]:
         yield side.weight.node
 
 
-def _check_mutation(view: GraphView, planned: SidePlan) -> None:
+def check_mutation(view: GraphView, inputs: Iterable[Node], result: Node, what: str) -> None:
     """No op between the inputs and the result writes to memory that an input may share."""
-    roots = {_storage_root(n): n for n in _inputs(planned)}
-    end = view.order[planned.side.result]
+    roots = {_storage_root(n): n for n in inputs}
+    end = view.order[result]
     for n, written in view.writes:
         root = _storage_root(written)
         if root in roots and view.order[roots[root]] < view.order[n] <= end:
             raise Refuse(
-                f"{n.name} = {n.target} writes to the memory of {roots[root].name} before the rotation is finished",
+                f"{n.name} = {n.target} writes to the memory of {roots[root].name} before {what} is finished",
                 expected="inputs that stay as they are until the result is computed",
             )
 
@@ -149,7 +158,7 @@ def _storage_root(n: Node) -> Node:
     return n
 
 
-def _check_streams(planned: SidePlan, inside: set[Node]) -> None:
+def check_streams(result: Node, inside: Iterable[Node]) -> None:
     streams = {(n.meta.get("custom") or {}).get("stream") for n in inside}
     if len(streams) > 1:
-        raise Refuse(f"{planned.side.result.name} is computed on {len(streams)} CUDA streams", expected="one stream")
+        raise Refuse(f"{result.name} is computed on {len(streams)} CUDA streams", expected="one stream")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 
 from torch.fx import Graph, Node
 
 from ltx_inductor.rewrite import dump
-from ltx_inductor.rewrite.pairs import Launch, input_nodes
-from ltx_inductor.rewrite.view import GraphView
 
 _numbers = itertools.count()
 
@@ -21,17 +20,22 @@ class Pictures:
         self._whole = dump.render(graph)
         self._sites: list[tuple[str, str]] = []
 
-    def before(self, view: GraphView, launch: Launch) -> tuple[Node, Node, str] | None:
-        """(first and last node of an excerpt that both survive the rewrite, the excerpt); None without a folder."""
+    def before(
+        self, order: Mapping[Node, float], inputs: Iterable[Node], results: Iterable[Node]
+    ) -> tuple[Node, Node, str] | None:
+        """(first and last node of an excerpt that both survive the rewrite, the excerpt); None without a folder.
+
+        inputs, results: the values between which the region lies; order: the program order of the graph.
+        """
         if self._folder is None:
             return None
-        first = min((n for s in launch.sides for n in input_nodes(s)), key=view.order.__getitem__)
+        first = min(inputs, key=order.__getitem__)
         while first.op == "placeholder" and first.next.op == "placeholder":
             first = first.next
-        readers = [u for s in launch.sides for u in s.side.result.users if u in view.order]
-        if not readers or first not in view.order:
+        readers = [u for r in results for u in r.users if u in order]
+        if not readers or first not in order:
             return None
-        last = max(readers, key=view.order.__getitem__)
+        last = max(readers, key=order.__getitem__)
         return first, last, dump.excerpt(first, last)
 
     def after(self, before: tuple[Node, Node, str], name: str) -> None:

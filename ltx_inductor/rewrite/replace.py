@@ -46,16 +46,16 @@ class Writer:
             anchor = anchor.next
         self._anchor = anchor
 
-    def call(self, target: Any, *args: Any, like: Node | None = None) -> Node:
+    def call(self, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
         """A new call_function node; its fake value is computed, its source line is that of `like`."""
         assert self._anchor is not None
         tail = self._tail.get(self._anchor, self._anchor)
         with self.graph.inserting_after(tail):
-            n = self.graph.call_function(target, args)
+            n = self.graph.call_function(target, args, kwargs)
         self._new.append((n, self._anchor, tail))
         self._tail[self._anchor] = n
         self.view.order[n] = self.view.order[tail] + 2**-20
-        n.meta["val"] = _run_fake(target, map_arg(args, lambda a: a.meta["val"]))
+        n.meta["val"] = _run_fake(target, map_arg(args, lambda a: a.meta["val"]), kwargs)
         if like is not None:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
                 if key in like.meta:
@@ -74,14 +74,14 @@ class Writer:
             self._tail[anchor] = tail
 
 
-def _run_fake(target: Any, values: Any) -> Any:
+def _run_fake(target: Any, values: Any, kwargs: dict[str, Any]) -> Any:
     mode = next(
         (v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor)),
         None,
     )
     try:
         with mode or contextlib.nullcontext():
-            return FAKES.get(target, target)(*values)  # a third of the time of the way through the dispatcher
+            return FAKES.get(target, target)(*values, **kwargs)  # a third of the time of the way through the dispatcher
     except (ValueError, RuntimeError) as e:  # a view that the strides of the operand do not allow
         raise Refuse(
             f"the axes of an operand cannot be viewed as the op reads them: {str(e).splitlines()[0]}",
@@ -118,15 +118,14 @@ class Replacer:
             raise
         for planned, new in zip(launch.sides, results, strict=True):
             old = planned.side.result
-            old.replace_all_uses_with(new)
-            new.meta = {**old.meta, "val": new.meta["val"]}
+            take_place(old, new)
             self._replaced[old] = new
-        _remove_dead(self.view.graph, [s.side.result for s in launch.sides], self._pending)
+        remove_dead(self.view.graph, [s.side.result for s in launch.sides], self._pending)
         return op
 
     def finish(self) -> None:
         """Removes the replaced values, and what only they needed and was kept for a later launch."""
-        _remove_dead(self.view.graph, list(self._replaced), set())
+        remove_dead(self.view.graph, list(self._replaced), set())
 
     def _now(self, p: Plan) -> Plan:
         """The plan with its root as it is now: the root may be the result of an earlier launch."""
@@ -229,7 +228,7 @@ def _as_result(w: Writer, planned: SidePlan, out: Node) -> Node:
     """The op's output with the shape, strides and dtype of the value it replaces."""
     old = planned.side.result
     want, n = old.meta["val"], out
-    if not _same_form(n.meta["val"], want):
+    if not same_form(n.meta["val"], want):
         cut, order, coords = result_axes(planned)
         n = w.call(aten.view.default, n, _size_args(w, cut, n), like=old)
         if order != tuple(range(len(order))):
@@ -237,15 +236,25 @@ def _as_result(w: Writer, planned: SidePlan, out: Node) -> Node:
         shape = tuple(w.view.sizes.of(s) for s in want.shape)
         if len(shape) != len(order) or any(not c for c in coords):
             n = w.call(aten.view.default, n, _size_args(w, shape, n), like=old)
-    if not _same_form(n.meta["val"], want):
+    if not same_form(n.meta["val"], want):
         raise Refuse(
-            f"the fused value would be {_form(n.meta['val'])}, {old.name} is {_form(want)}",
+            f"the fused value would be {form_of(n.meta['val'])}, {old.name} is {form_of(want)}",
             expected="the same shape, strides and dtype",
         )
     return n
 
 
-def _same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
+def take_place(old: Node, new: Node) -> None:
+    """Every reader of old reads new, which has old's source lines and so on.
+
+    But not what Inductor notes about the operands of a custom op: new has others.
+    """
+    old.replace_all_uses_with(new)
+    new.meta = {**old.meta, "val": new.meta["val"]}
+    new.meta.pop("eager_input_vals", None)
+
+
+def same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.device != b.device or a.dim() != b.dim():
         return False
     for sa, sb, ta, tb in zip(a.shape, b.shape, a.stride(), b.stride(), strict=True):
@@ -256,7 +265,7 @@ def _same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
     return True
 
 
-def _form(t: torch.Tensor) -> str:
+def form_of(t: torch.Tensor) -> str:
     return f"{t.dtype} {tuple(t.shape)} with strides {tuple(t.stride())}"
 
 
@@ -264,7 +273,7 @@ def _is_removable(n: Node) -> bool:
     return n.target is operator.getitem or is_pure(n)
 
 
-def _remove_dead(graph: Graph, start: Sequence[Node], keep: set[Node]) -> None:
+def remove_dead(graph: Graph, start: Sequence[Node], keep: set[Node]) -> None:
     """Removes `start` and what only it needed, where nothing reads it; inputs, impure nodes and `keep` stay."""
     todo = list(start)
     while todo:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,19 +24,20 @@ class LostFusionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Site:
-    """One rewritten side: one RMSNorm -> RoPE chain of one tensor.
+    """One rewritten side (one RMSNorm -> RoPE chain of one tensor), or one call of neighborhood attention.
 
     rule, op: names, such as "rmsnorm_split_rope" and "ltx_inductor::qk_rmsnorm_split_rope".
-    side:     "q" or "k" where the attention that reads the result tells, else None.
+    side:     "q" or "k" where the attention that reads the result tells, else None; None for a call.
     pair:     number of the two-sided op this side shares with another side of the same graph, else None.
     source:   "file.py:123", the user's line that starts the chain; "" if the graph does not know it.
-    shapes:   sizes as text, symbols for dynamic ones, by operand: x, cos, out.
-    contract: the rounding contract, see `ltx_inductor.contract`.
+    shapes:   sizes as text, symbols for dynamic ones, by operand: x, cos, out; of a call q, k, v, out and its window.
+    contract: the rounding contract, see `ltx_inductor.contract`; of a call the schedule, "fast" or "exact".
     node:     the graph value that was replaced.
     graph:    number of the graph in its report.
     drawing:  number of the before/after drawing in its graph's `drawings`, else None. Sites that look alike share one.
     bytes:    what the op at least has to move for this side (operands and result once); None for dynamic sizes.
-    proof:    how it is known that the op has eager's bits here, as a sentence; "" where nobody was asked.
+    proof:    how it is known that the op is right here, as a sentence; "" where nobody was asked.
+    form:     how the graph spelled a call, such as "natten::hopper_na3d_forward"; "" for a side.
     """
 
     rule: str
@@ -50,9 +52,10 @@ class Site:
     drawing: int | None = None
     bytes: int | None = None
     proof: str = ""
+    form: str = ""
 
     def __str__(self) -> str:
-        side = f"{self.side} side" if self.side else "one side"
+        side = self.form or (f"{self.side} side" if self.side else "one side")
         pair = f", pair {self.pair}" if self.pair is not None else ""
         shapes = " ".join(f"{k}={v}" for k, v in self.shapes.items())
         return (
@@ -64,7 +67,8 @@ class Site:
 class Refusal:
     """A near-match that was left alone: the reason as a sentence, and what to change.
 
-    certain: it is a normalised value that is rotated. False: it only looks like one, which `strict` does not mind.
+    certain: it is what the rule is about: a normalised value that is rotated, a call of neighborhood attention. False:
+    it only looks like one, which `strict` does not mind.
     """
 
     rule: str
@@ -134,12 +138,12 @@ class RewriteReport:
 
     @property
     def sites(self) -> list[Site]:
-        """Rewritten sides, by graph, in program order."""
+        """What was rewritten: by graph and rule, in program order."""
         return [s for g in self.graphs for s in g.sites]
 
     @property
     def refusals(self) -> list[Refusal]:
-        """Near-matches that were left alone, by graph, in program order."""
+        """Near-matches that were left alone: by graph and rule, in program order."""
         return [r for g in self.graphs for r in g.refusals]
 
     @property
@@ -153,18 +157,20 @@ class RewriteReport:
         return sum(g.kernel_ms for g in self.graphs)
 
     def count(self, rule: str | None = None) -> int:
-        """Rewritten sides of `rule`, or of every rule."""
+        """Sites of `rule` (sides, or calls), or of every rule."""
         return sum(rule is None or s.rule == rule for s in self.sites)
 
     def expect(self, **counts: int) -> None:
-        """Raises LostFusionError unless each named rule rewrote exactly that many sides.
+        """Raises LostFusionError unless each named rule rewrote exactly that many sides (or calls).
 
         The message lists the sites that were found and every refusal, with its reason.
         """
         wrong = {rule: n for rule, n in counts.items() if self.count(rule) != n}
         if not wrong:
             return
-        head = "; ".join(f"expected {n} sides of {rule}, found {self.count(rule)}" for rule, n in wrong.items())
+        head = "; ".join(
+            f"expected {n} {_NOUNS.get(rule, 'site')}s of {rule}, found {self.count(rule)}" for rule, n in wrong.items()
+        )
         raise LostFusionError(f"{head}\n{self}")
 
     def diff(self, after: RewriteReport) -> Difference:
@@ -206,12 +212,21 @@ class RewriteReport:
         return "\n".join(_render(self))
 
 
+_NOUNS = {"rmsnorm_split_rope": "side", "neighborhood_attention": "call"}
+
+
+def _counted(sites: list[Site]) -> str:
+    """Such as "16 sides and 1 call"."""
+    counts = Counter(_NOUNS.get(s.rule, "site") for s in sites) or {"side": 0}
+    return " and ".join(f"{n} {noun}{'s' * (n != 1)}" for noun, n in counts.items())
+
+
 def _render(report: RewriteReport) -> Iterable[str]:
-    n, m = len(report.sites), len(report.refusals)
+    m = len(report.refusals)
     origin = f", {report.kernel_ms:.0f} ms for kernels" if report.kernel_ms >= 1 else ""
     origin += ", read from cache" if report.cached else ""
     yield (
-        f"ltx_inductor: {n} side{'s' * (n != 1)} rewritten, {m} refused, in {len(report.graphs)} "
+        f"ltx_inductor: {_counted(report.sites)} rewritten, {m} refused, in {len(report.graphs)} "
         f"graph{'s' * (len(report.graphs) != 1)} ({report.pass_ms:.1f} ms in the pass{origin})"
     )
     for note in report.notes:
@@ -223,4 +238,4 @@ def _render(report: RewriteReport) -> Iterable[str]:
         yield "left alone:"
         yield from (f"  {r}" for r in report.refusals)
     if not report.sites and not report.refusals:
-        yield "  nothing in it looks like a rotation of a normalised query or key"
+        yield "  nothing in it looks like a rotation of a normalised query or key, or like neighborhood attention"

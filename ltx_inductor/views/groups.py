@@ -32,8 +32,8 @@ class Group:
 
     @property
     def sides(self) -> str:
-        """Such as "q and k"."""
-        return " and ".join(dict.fromkeys(s["side"] or "one side" for s in self.sites))
+        """Such as "q and k"; of calls, how the graph spelled them."""
+        return " and ".join(dict.fromkeys(s["side"] or s.get("form") or "one side" for s in self.sites))
 
     @property
     def shapes(self) -> list[tuple[str, dict[str, str]]]:

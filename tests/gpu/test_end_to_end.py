@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import ltx_inductor
 from ltx_inductor.kernels import choice, compilers, gate, rope, store
 from ltx_inductor.ops.rope import reference
-from ltx_inductor.rewrite.passes import KernelNeed
+from ltx_inductor.rewrite.needs import KernelNeed
 
 HEADS, DIM, BF16 = 32, 128, torch.bfloat16
 ROW = HEADS * DIM

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from ltx_inductor.config import Config
-from ltx_inductor.rewrite import passes, replace, search
-from ltx_inductor.rewrite.passes import KernelNeed, rewrite_graph
+from ltx_inductor.rewrite import replace, rope_rule, search
+from ltx_inductor.rewrite.needs import KernelNeed
+from ltx_inductor.rewrite.passes import rewrite_graph
 from ltx_inductor.rewrite.report import LostFusionError
 from tests.harness import bit_difference, copy_graph, run_graph, trace
 
@@ -114,7 +115,7 @@ def test_a_broken_sweep_costs_no_site(layers, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(passes, "uncovered_rotations", broken)
+    monkeypatch.setattr(rope_rule, "uncovered_rotations", broken)
     _, report = rewritten(layers)
     assert len(report.sites) == 8
     assert "planted" in report.refusals[0].reason

@@ -1,0 +1,185 @@
+"""The rule `neighborhood_attention`: every call that a reader finds is checked, its kernel asked for, and replaced.
+
+The schedule `fast` replaces attention by attention of the same accuracy, not of the same bits. With `config.exact` the
+kernel has to have NATTEN's bits, or the call stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ltx_inductor.rewrite import natten_forms, opaque_forms  # noqa: F401  (registers the readers)
+from ltx_inductor.rewrite.digits import Refuse, internal_error
+from ltx_inductor.rewrite.drawing import Drawings
+from ltx_inductor.rewrite.layout import aten
+from ltx_inductor.rewrite.legality import (
+    check_inference,
+    check_mutation,
+    check_plain_tensors,
+    check_sizes,
+    check_streams,
+)
+from ltx_inductor.rewrite.needs import NeighborhoodNeed
+from ltx_inductor.rewrite.neighborhood import RULE as RULE
+from ltx_inductor.rewrite.neighborhood import Miss, NeighborhoodCall, find_calls
+from ltx_inductor.rewrite.replace import Writer, form_of, remove_dead, same_form, take_place
+from ltx_inductor.rewrite.report import Site
+from ltx_inductor.rewrite.rule import Job, on_the_cpu
+from ltx_inductor.rewrite.source import source_line
+from ltx_inductor.rewrite.view import GraphView
+
+_WHAT = "the attention"
+
+
+def run(job: Job) -> None:
+    """See `ltx_inductor.rewrite.rule.Rule`."""
+    view = GraphView(job.graph)
+    calls: list[NeighborhoodCall] = []
+    for found in find_calls(view):
+        if isinstance(found, Miss):
+            job.refuse(view.order[found.node], found.node, found.why, found.certain)
+        else:
+            calls.append(found)
+    calls.sort(key=lambda call: view.order[call.result])
+    rewriter = _Rewriter(job, view, calls)
+    for call in calls:
+        rewriter.rewrite(call)
+    rewriter.finish()
+
+
+class _Rewriter:
+    """Replaces the calls of one graph, in program order."""
+
+    def __init__(self, job: Job, view: GraphView, calls: Sequence[NeighborhoodCall]) -> None:
+        self._job, self._view = job, view
+        self._writer = Writer(view)
+        self._drawings = Drawings(job.graph, view.order, len(job.report.drawings))
+        self._pending = {n for call in calls for n in (call.q, call.k, call.v)}
+        self._replaced: dict[Node, Node] = {}
+
+    def rewrite(self, call: NeighborhoodCall) -> None:
+        job, at, source = self._job, self._view.order[call.result], source_line(call.call)
+        shapes, contract = _shapes(call), "exact" if job.config.exact else "fast"
+        inputs = [self._now(n) for n in (call.q, call.k, call.v)]
+        alike = (source, *shapes.values(), contract, call.form)
+        mark = self._writer.mark()
+        try:
+            _check(self._view, call, job.config.cpu)
+            proof = job.ask([_need(call, job.config.exact)])
+            drawn = self._drawings.before(alike, inputs, [call.result])
+            before = job.pictures.before(self._view.order, inputs, [call.result]) if job.pictures else None
+            op, new = self._write(call, inputs)
+        except Exception as e:
+            self._writer.undo(mark)
+            job.refuse(at, call.call, e if isinstance(e, Refuse) else internal_error(e))
+            return
+        take_place(call.result, new)
+        self._replaced[call.result] = new
+        site = Site(
+            RULE,
+            "ltx_inductor::na3d",
+            None,
+            None,
+            source,
+            shapes,
+            contract,
+            call.result.name,
+            drawing=self._drawings.after(alike, drawn, op),
+            proof=proof,
+            form=call.form,
+        )
+        job.site(at, site)
+        remove_dead(job.graph, [call.result], self._pending)
+        if job.pictures and before:
+            job.pictures.after(before, f"{RULE} {source}")
+
+    def finish(self) -> None:
+        remove_dead(self._job.graph, list(self._replaced), set())
+        self._job.graph.lint()
+        self._job.report.drawings += self._drawings.done
+        self._job.finish()
+
+    def _now(self, n: Node) -> Node:
+        """An input as it is now: it may be the result of an earlier call."""
+        return self._replaced.get(n, n)
+
+    def _write(self, call: NeighborhoodCall, inputs: Sequence[Node]) -> tuple[Node, Node]:
+        """(the op, the value that takes the place of the result)."""
+        w, want = self._writer, call.result.meta["val"]
+        w.after(call.result)
+        arguments = (*inputs, list(call.kernel_size), call.scale, self._job.config.exact)
+        op = w.call(torch.ops.ltx_inductor.na3d.default, *arguments, like=call.call)
+        new = op
+        if not same_form(op.meta["val"], want):
+            order = _memory_order(want)
+            if order is not None:  # what was replaced keeps its axes in another order in memory
+                back = [order.index(i) for i in range(len(order))]
+                new = w.call(aten.permute.default, op, order, like=call.call)
+                new = w.call(aten.clone.default, new, like=call.call, memory_format=torch.contiguous_format)
+                new = w.call(aten.permute.default, new, back, like=call.call)
+        if not same_form(new.meta["val"], want):
+            raise Refuse(
+                f"the fused value would be {form_of(op.meta['val'])}, {call.result.name} is {form_of(want)}",
+                expected="the same shape, dtype and strides, or strides of a permutation",
+            )
+        return op, new
+
+
+def _memory_order(value: torch.Tensor) -> list[int] | None:
+    """The axes from the outermost to the innermost in memory; None where sizes do not tell."""
+    if not all(isinstance(s, int) for s in value.stride()):
+        return None
+    return sorted(range(value.dim()), key=lambda i: (-value.stride(i), i))
+
+
+def _check(view: GraphView, call: NeighborhoodCall, cpu: bool) -> None:
+    """Raises Refuse where the call may not be replaced, whatever kernels there are."""
+    inputs = (call.q, call.k, call.v)
+    q, k, v = (n.meta["val"] for n in inputs)
+    check_inference(view, _WHAT)
+    check_plain_tensors(view, inputs)
+    check_sizes((*inputs, call.result), _WHAT)
+    if q.dim() != 6:
+        raise Refuse(f"{call.q.name} has {q.dim()} axes", expected="[B, T, H, W, heads, head_dim]")
+    for n, t in ((call.k, k), (call.v, v)):
+        if t.dtype != q.dtype:
+            raise Refuse(f"{n.name} is {t.dtype}, {call.q.name} {q.dtype}", expected="one dtype")
+        if t.device != q.device:
+            raise Refuse(f"{n.name} is on {t.device}, {call.q.name} on {q.device}", expected="one device")
+        if not _same_shape(t, q):
+            raise Refuse(
+                f"{n.name} has shape {list(t.shape)}, {call.q.name} {list(q.shape)}",
+                expected="queries, keys and values of one shape",
+            )
+    for axis, window, size in zip("THW", call.kernel_size, q.shape[1:4], strict=True):
+        if window < 1 or statically_known_true(size < window):
+            raise Refuse(f"the window has {window} keys along {axis}, the grid {size}", expected="a window that fits")
+    if q.device.type == "cpu" and not cpu:
+        raise on_the_cpu()
+    check_mutation(view, inputs, call.result, _WHAT)
+    check_streams(call.result, (*call.inside, call.result))
+
+
+def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def _need(call: NeighborhoodCall, exact: bool) -> NeighborhoodNeed:
+    q = call.q.meta["val"]
+    head_dim: Any = q.shape[-1]
+    if not isinstance(head_dim, int):
+        raise Refuse(f"head_dim of {call.q.name} is {head_dim}", expected="a size that is known at compile time")
+    return NeighborhoodNeed(q.device, q.dtype, head_dim, call.kernel_size, exact)
+
+
+def _shapes(call: NeighborhoodCall) -> dict[str, str]:
+    shapes = {
+        name: f"[{','.join(str(s) for s in n.meta['val'].shape)}]"
+        for name, n in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.result))
+    }
+    return shapes | {"window": f"[{','.join(map(str, call.kernel_size))}]"}

@@ -1,0 +1,93 @@
+"""What every rule is given, and what it gives back: sites and refusals of one graph, in program order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch.fx import Graph, Node
+
+from ltx_inductor.config import Config
+from ltx_inductor.rewrite.digits import Refuse
+from ltx_inductor.rewrite.needs import Kernels, Need
+from ltx_inductor.rewrite.pictures import Pictures
+from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
+from ltx_inductor.rewrite.source import source_line
+
+
+@dataclass
+class Job:
+    """One rule, one graph: what the rule may do, whom it asks, and where its findings go.
+
+    report: the graph's; shared by the rules, which add to it with `finish`.
+    """
+
+    rule: str
+    graph: Graph
+    config: Config
+    kernels: Kernels | None
+    report: GraphReport
+    pictures: Pictures | None = None
+    _sites: list[tuple[float, Site]] = field(default_factory=list)
+    _refusals: list[tuple[float, Refusal]] = field(default_factory=list)
+
+    def site(self, at: float, site: Site) -> None:
+        """at: the program order of the replaced value."""
+        self._sites.append((at, site))
+
+    def refuse(self, at: float, node: Node, why: Refuse, certain: bool = True) -> None:
+        """at: the program order of the node, which is left as it is."""
+        refusal = Refusal(
+            self.rule,
+            why.reason,
+            source=source_line(node),
+            node=node.name,
+            expected=why.expected,
+            found=why.found,
+            hint=why.hint,
+            certain=certain,
+        )
+        self._refusals.append((at, refusal))
+
+    def ask(self, needs: Iterable[Need]) -> str:
+        """How it is known that the kernels are right. Raises Refuse where one is missing.
+
+        Notes what is worth telling, and the time it took to get the kernels ready.
+        """
+        if self.kernels is None:
+            return ""
+        proofs: dict[str, None] = {}
+        start = time.perf_counter()
+        try:
+            for need in needs:
+                sentence = self.kernels.refusal(need)
+                if sentence:
+                    raise Refuse(sentence)
+                note = self.kernels.note(need)
+                if note and note not in self.report.notes:
+                    self.report.notes.append(note)
+                proofs[self.kernels.proof(need)] = None
+        finally:
+            self.report.kernel_ms += (time.perf_counter() - start) * 1e3
+        return "; ".join(proofs)
+
+    def finish(self) -> None:
+        """Puts what was found into the report."""
+        self.report.sites += [s for _, s in sorted(self._sites, key=lambda t: t[0])]
+        self.report.refusals += [r for _, r in sorted(self._refusals, key=lambda t: t[0])]
+
+
+class Rule(Protocol):
+    """Rewrites what it finds in `job.graph`, in place, and reports it. May raise: the graph is then as it was."""
+
+    def __call__(self, job: Job) -> None: ...
+
+
+def on_the_cpu() -> Refuse:
+    return Refuse(
+        "the graph is on the CPU, where Inductor's C++ is faster than this op's reference",
+        expected="a CUDA device",
+        hint="option ltx_inductor.cpu=True (or LTX_INDUCTOR_CPU=1) rewrites it all the same",
+    )
