@@ -3,6 +3,7 @@
 #   make demo    compile a small LTX-2 transformer and look at what was rewritten
 #   make test    all tests that this machine can run (GPU tests skip themselves without one)
 #   make lint    ruff and mypy
+#   make docs    the documentation, in site/
 #   make bench   the benchmarks that this machine can run
 #
 # PYTHON picks the interpreter, TORCH the torch version, VENV the folder: make test TORCH=2.11.0 VENV=.venv-2.11
@@ -14,7 +15,7 @@ WORKERS ?= 2
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml Makefile
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -28,6 +29,9 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+
 bench: $(VENV)/.dev
 	$(RUN) benchmarks/pass_cost.py
 	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
@@ -35,7 +39,7 @@ bench: $(VENV)/.dev
 	else echo "no GPU here: benchmarks/rope.py and benchmarks/block.py were not run"; fi
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site dist docs/rules
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), f'Python >= 3.10 is needed, this is {sys.version}'"

@@ -1,0 +1,157 @@
+"""Every Python and console block of the docs runs, page by page, in the order in which a reader meets it.
+
+python blocks share one namespace per page; with title="x.py" they are written to that file instead (and with
+replaces="text" put in place of a part of it). console blocks: the lines after a "$ command" have to be in its output,
+in that order, but for spacing; "..." stands for anything. A comment before a block says why it is not run
+(`<!-- not run: reason -->`) or that it needs a GPU (`<!-- gpu -->`). Everything runs but code generation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from ltx_inductor import cli
+from ltx_inductor.explainer import _eager
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+NEEDS = {"integrations": ("diffusers", "ltx_core")}
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<kind>\w*) *(?P<facts>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+TEXT_ONLY = {"", "text", "sh", "diff", "json", "toml"}
+
+
+@dataclass
+class Block:
+    kind: str
+    text: str
+    line: int
+    mark: str
+    title: str
+    replaces: str
+
+
+def blocks(text: str) -> list[Block]:
+    found = []
+    for m in FENCE.finditer(text):
+        facts = dict(re.findall(r'(\w+)="([^"]*)"', m["facts"]))
+        line = text.count("\n", 0, m.start("text")) + 1
+        title, replaces = facts.get("title", ""), facts.get("replaces", "")
+        found.append(Block(m["kind"], m["text"], line, m["mark"] or "", title, replaces))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """An empty folder with the model of the quick start; no code is generated; the CPU stands for a GPU."""
+    from torch._inductor import compile_fx
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=_eager))
+    monkeypatch.setenv("COLUMNS", "160")
+    write(next(b for b in blocks((ROOT / "docs/index.md").read_text()) if b.title == "my_model.py"))
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+    sys.modules.pop("my_model", None)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
+def test_page(path, monkeypatch, capsys):
+    for package in NEEDS.get(path.stem, ()):
+        pytest.importorskip(package)
+    module = types.ModuleType(f"page_{re.sub(r'[^a-zA-Z]', '_', path.stem)}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks the globals of a function up by its name
+    names = vars(module)
+    if path.stem == "README":  # speaks of "model" and "inputs"
+        names["model"], names["inputs"] = importlib.import_module("my_model").build()
+    for block in blocks(path.read_text()):
+        if block.mark.startswith("not run") or (block.mark == "gpu" and not torch.cuda.is_available()):
+            continue
+        if block.title:
+            write(block)
+        elif block.kind == "python":
+            # as if the page were the file, so that lines in reports and tracebacks are those of the page
+            linecache.checkcache(str(path))
+            exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
+        elif block.kind == "console":
+            console(block, capsys)
+        else:
+            assert block.kind in TEXT_ONLY, f"{path.name}:{block.line}: a block of kind {block.kind!r} is not run"
+
+
+def write(block: Block) -> None:
+    path, text = Path(block.title), block.text
+    if block.replaces:
+        old = path.read_text()
+        assert block.replaces in old
+        text = old.replace(block.replaces, text.rstrip("\n"))
+    path.write_text(text)
+    sys.modules.pop(path.stem, None)
+    importlib.invalidate_caches()
+
+
+def console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
+        command, _, expected = part.partition("\n")
+        said = " ".join(run(command, capsys).split())
+        at = 0
+        for line in expected.splitlines():
+            wanted = " ".join(line.split())
+            if wanted in ("...", ""):
+                continue
+            found = said.find(wanted, at)
+            assert found >= 0, f"{wanted!r} is not in the output of {command}:\n{said}"
+            at = found + len(wanted)
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    words = shlex.split(command, comments=True)
+    if words[:3] == ["python", "-m", "ltx_inductor"]:  # in this process: importing torch again takes seconds
+        sys.modules.pop("my_model", None)
+        capsys.readouterr()
+        cli.main(words[3:])
+        return "".join(capsys.readouterr())
+    assert words[0] == "python", command
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words[1:]], env=env, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_the_rule_pages_are_made_from_the_rules():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    from ltx_inductor.config import RULES
+    from ltx_inductor.contract import CONTRACTS
+
+    pages = generate.pages()
+    assert set(pages) == {f"{rule}.md" for rule in RULES}
+    rope = pages["rmsnorm_split_rope.md"]
+    assert all(f"| `{name}` |" in rope for name in CONTRACTS)
+    assert "is written out by hand, so eager adds up its squares" in rope
+    assert "no kernel for head\\_dim" in rope
+    assert "NVIDIA H200" in rope
+    for rule, text in pages.items():
+        assert text.count("\n* ") > 10, rule
+        assert "ltx_inductor::" in text
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert "://" in target or (ROOT / target).exists(), target
