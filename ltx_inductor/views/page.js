@@ -49,5 +49,6 @@
   theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; name(); });
   dark.addEventListener("change", name);
   name();
+  for (const part of document.querySelectorAll(".scroll")) part.scrollLeft = (part.scrollWidth - part.clientWidth) / 2;
   restore();
 })();

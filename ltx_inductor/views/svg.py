@@ -21,7 +21,7 @@ def draw(nodes: Sequence[Mapping[str, Any]], label: str) -> str:
     roles = {n["name"]: n["role"] for n in nodes}
     parts = [
         f'<svg class="graph" role="img" aria-label="{escape(label)}" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}">'
+        f'width="{width}" height="{height}" style="min-width:{round(0.7 * width)}px">'
     ]
     for (source, name), points in found.edges.items():
         inside = "outside" if "input" in (roles[source], roles[name]) or roles[name] == "reader" else "inside"
