@@ -68,8 +68,8 @@ def _match(rstd: Node, sizes: Sizes) -> Statistic | str:
         divisor, mean = mean.args[1], mean.args[0]
     if str(mean.target).startswith("_c10d_functional."):
         return (
-            f"{mean.name} = {mean.target} adds up squares over the ranks of a process group, as a tensor-parallel norm does "
-            "(no rank has the whole row)"
+            f"{mean.name} = {mean.target} adds up squares over the ranks of a process group, as a tensor-parallel norm "
+            "does, so that no rank has the whole row"
         )
     if mean.target is not (aten.mean.dim if divisor is None else aten.sum.dim_IntList):
         return f"{mean.name} = {mean.target} is not a mean over fixed axes"
