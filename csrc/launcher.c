@@ -360,3 +360,4 @@ EXPORT int __tvm_ffi_rope_launch(void* self, const TVMFFIAny* a, int32_t n, TVMF
 }
 
 #include "torch_dispatch.h"
+#include "python_call.h"

@@ -191,6 +191,7 @@ static struct {
   LtxRopeParams params;
   int64_t vectors, calls;
 } recorded;
+static void record(const Call* a) { recorded.params = a->params, recorded.vectors = a->vectors, ++recorded.calls; }
 
 /* The outputs of a call, launched; 0 where it was not, and out then holds nothing. */
 static int serve(Call* a, const char* contract, const char* layout, Tensor* out) {
@@ -207,7 +208,7 @@ static int serve(Call* a, const char* contract, const char* layout, Tensor* out)
     a->params.side[i].out = data;
   }
   if (ready && c->device_type == kDLCPU) {
-    recorded.params = a->params, recorded.vectors = a->vectors, ++recorded.calls;
+    record(a);
     return 1;
   }
   ready = ready && !torch.current_stream(a->q->device.device_id, &stream) && !start(c, a, PATH_AUTO, stream);

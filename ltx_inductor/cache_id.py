@@ -20,7 +20,7 @@ from ltx_inductor.config import Config
 
 _PACKAGE = Path(__file__).resolve().parent
 # Every source that has a say in what the pass writes into a graph.
-_SOURCES = ("rewrite", "ops", "kernels", "config.py", "contract.py", "joint_pass.py", "kernel_needs.py")
+_SOURCES = ("rewrite", "ops", "kernels", "config.py", "contract.py", "joint_pass.py", "kernel_needs.py", "lowering.py")
 _CSRC = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")  # in a wheel, in a checkout
 
 

@@ -6,6 +6,7 @@ inference too, and runs before FxGraphCache is asked. A pass with a `uuid()` kee
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,12 @@ class LtxPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         kernels = Remembering(device_kernels())
         session.deliver(rewrite(graph, self.config, kernels), kernels.needs)
+        _lower_directly()
+
+    @property
+    def active(self) -> bool:
+        """Does it do anything, and does its id say so?"""
+        return True
 
     def uuid(self) -> str | None:
         """None, which bypasses the caches, where dumps are asked for: a cache hit would write none."""
@@ -66,6 +73,17 @@ class LtxPass(CustomGraphPass):
 
     def __hash__(self) -> int:
         return hash(self.config)
+
+
+@functools.cache
+def _lower_directly() -> None:
+    """Once per process. Inductor's insides change: where ours does not fit them, the ops stay ops."""
+    try:
+        from ltx_inductor import lowering
+
+        lowering.install()
+    except (ImportError, AttributeError, TypeError) as error:
+        log.warning("compiled models call the ops, 10 us slower: this torch's Inductor is not as expected: %s", error)
 
 
 class PassChain(CustomGraphPass):

@@ -87,6 +87,10 @@ class RegisteredPass(LtxPass):
     def __init__(self) -> None:
         super().__init__(Config())
 
+    @property
+    def active(self) -> bool:
+        return current_config() is not None
+
     def __call__(self, graph: fx.Graph) -> None:
         config = current_config()
         if config is not None:
