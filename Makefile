@@ -35,8 +35,8 @@ docs: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(RUN) benchmarks/pass_cost.py
 	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  $(RUN) benchmarks/rope.py && $(RUN) benchmarks/block.py; \
-	else echo "no GPU here: benchmarks/rope.py and benchmarks/block.py were not run"; fi
+	  $(RUN) benchmarks/rope.py && $(RUN) benchmarks/host.py && $(RUN) benchmarks/block.py; \
+	else echo "no GPU here: benchmarks/rope.py, host.py and block.py were not run"; fi
 
 clean:
 	rm -rf $(VENV) site dist docs/rules

@@ -1,4 +1,4 @@
-"""Plots of the tables that benchmarks/rope.py wrote: one file per table, beside the JSON.
+"""Plots of the tables that benchmarks/rope.py and host.py wrote: one file per table, beside the JSON.
 
 python benchmarks/plot_rope.py benchmarks/results/rope-h200.json
 """
@@ -53,15 +53,14 @@ def fractions(rows: dict[str, Any], data: dict[str, Any], title: str, out: Path)
 def host(data: dict[str, Any], out: Path) -> None:
     """Wall time of one call without CUDA graphs."""
     costs = data["host_us"]
-    figure, axis = plt.subplots(figsize=(9, 2.8))
+    figure, axis = plt.subplots(figsize=(9, 4))
     names = list(costs)[::-1]
     bars = axis.barh(range(len(costs)), [costs[n] for n in names], color=BLUE)
     axis.bar_label(bars, fmt="%.1f", padding=3, fontsize=7)
     axis.set_yticks(range(len(costs)), names, fontsize=7)
     axis.set_xscale("log")
     axis.set_xlabel("us per call on the host")
-    own = {"environment": data.get("host_environment", data["environment"])}  # a run of its own
-    _finish(figure, own, "Launch path without CUDA graphs (a126)", out)
+    _finish(figure, data, "Launch path without CUDA graphs (a126)", out)
 
 
 def _finish(figure: Any, data: dict[str, Any], title: str, out: Path) -> None:
@@ -79,11 +78,13 @@ def main() -> None:
     def out(table: str) -> Path:
         return source.with_name(f"{source.stem}-{table}.png")
 
+    if "host_us" in data:
+        host(data, source.with_suffix(".png"))
+        return
     times(data, out("times"))
     fractions(data["production"], data, "Production grid, all contracts", out("production"))
     fractions(data["paths"], data, "Short sequences", out("paths"))
     fractions(data["other"], data, "Other shapes and strides", out("other"))
-    host(data, out("host"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 Method. Every contender's calls are captured in a CUDA graph that rotates among input sets which together are at
 least four times the L2 cache, and keeps every result, so that all traffic is cold; a time is the median over replays,
 divided by the calls in the graph, and contenders are replayed in turns. The floor (floor.cu) reads and writes the same
-bytes and computes nothing; of its two versions the faster one counts. `host` is the launch path without CUDA graphs.
+bytes and computes nothing; of its two versions the faster one counts. The launch path without CUDA graphs: host.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ltx_inductor.kernels import compilers, rope  # noqa: E402
-from ltx_inductor.ops.rope import _pair_on_cuda  # noqa: E402
 from tests.gpu.rope_cases import BF16, FP16, FP32, PRODUCTION, Case, Side, differing, eager, make, prepare  # noqa: E402
 
 Call = Callable[[], Any]
@@ -258,50 +256,6 @@ def _copied(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(one(t) for t in args)
 
 
-def host_cost(calls: int = 3000) -> dict[str, float]:
-    """Microseconds of wall time per call without CUDA graphs, for a shape whose kernel is faster than that."""
-    case = PRODUCTION["a126"]
-    args: Any = _plain(make(case, 0))
-    op = torch.ops.ltx_inductor.qk_rmsnorm_split_rope.default
-    short: Any = (*(t[:, :0] for t in args[:2]), *args[2:4], *(t[:, :, :0] for t in args[4:6]), *args[6:])
-    library = torch.library.Library("ltx_bench", "DEF")
-    library.define(str(op._schema).removeprefix("ltx_inductor::"))
-    library.impl("qk_rmsnorm_split_rope", _pair_on_cuda, "CUDA")
-    in_python = torch.ops.ltx_bench.qk_rmsnorm_split_rope.default
-    model = model_chain(case.contract, case.q.heads)
-    compiled = torch.compile(model, dynamic=False)
-    rope.launch_pair(*args)
-    plan = next(p for p in rope._plans.values() if p.q_out[0] == args[0].shape)
-    outs = [plan.empty_here(*plan.q_out) for _ in range(2)]
-    raw = (*args[:8], *outs, 1e-6, 1e-6, 32, 32)
-    stream = plan.stream(0)
-    found: dict[str, Call] = {
-        "op": lambda: op(*args),
-        "of it: all but the launch (S = 0, so empty allocations)": lambda: op(*short),
-        "op with its kernel in Python": lambda: in_python(*args),
-        "launch_pair": lambda: rope.launch_pair(*args),
-        "of it: two allocations": lambda: (plan.empty_here(*plan.q_out), plan.empty_here(*plan.k_out)),
-        "of it: tvm-ffi call and checks": lambda: plan.launch(plan.handle, stream, rope.DRY, *raw),
-        "of it: the same with the launch": lambda: plan.launch(plan.handle, stream, rope.AUTO, *raw),
-        "for scale: torch.add(q, k, out=q)": lambda: torch.add(args[0], args[1], out=outs[0]),
-        "stock Inductor": lambda: compiled(*args[:8]),
-        "eager": lambda: model(*args[:8]),
-    }
-    rounds: dict[str, list[float]] = {name: [] for name in found}
-    with torch.inference_mode():
-        for _ in range(9):  # in turns: hosts change their speed within seconds
-            for name, call in found.items():
-                n = calls // (10 if name in ("eager", "stock Inductor") else 1)
-                call()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(n):
-                    call()
-                torch.cuda.synchronize()
-                rounds[name].append((time.perf_counter() - start) / n * 1e6)
-    return {name: round(statistics.median(times), 2) for name, times in rounds.items()}
-
-
 def environment() -> dict[str, Any]:
     def output(*command: str) -> str:
         try:
@@ -317,7 +271,7 @@ def environment() -> dict[str, Any]:
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "nvcc": nvcc.version if nvcc else None,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": "python benchmarks/rope.py " + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:]),
+        "command": f"python benchmarks/{' '.join(Path(a).name if '/' in a else a for a in sys.argv)}",
         "kernel_sources": __import__("ltx_inductor.kernels", fromlist=["x"]).source_digest()[:16],
     }
 
@@ -330,7 +284,7 @@ def line(name: str, r: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["production", "paths", "other", "host"])
+    parser.add_argument("--parts", nargs="+", default=["production", "paths", "other"])
     parser.add_argument("--rows", nargs="+", default=list(PRODUCTION))
     parser.add_argument("--no-models", action="store_true", help="leave out eager and stock Inductor")
     parser.add_argument("--commit", default="", help="the git commit, where git is not at hand")
@@ -378,9 +332,6 @@ def main() -> None:
         for name, case in others.items():
             data["other"][name] = measure(lib, case, False, [rope.AUTO], options.replays)
             print(line(name, data["other"][name]), flush=True)
-    if "host" in options.parts:
-        data["host_us"] = host_cost()
-        print("host, us per call:", data["host_us"], flush=True)
     save()
 
 

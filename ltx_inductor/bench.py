@@ -38,8 +38,9 @@ SCRIPTS = {
     s.name: s
     for s in (
         Script("pass_cost", (), ("--blocks", "1"), 4, 1, False),
-        Script("rope", (), ("--parts", "production", "--rows", "v1536", "a126"), 72, 10, True),
-        Script("block", (), ("--tokens", "8160", "--repeats", "8"), 2, 1, True),
+        Script("rope", (), ("--parts", "production", "--rows", "v1536", "a126"), 71, 10, True),
+        Script("host", (), (), 18, 18, True),
+        Script("block", (), ("--tokens", "8160", "--quads", "8", "--profiles", "4"), 2, 1, True),
     )
 }
 
@@ -71,7 +72,7 @@ def run(console: Console, names: Sequence[str], folder: Path, quick: bool = Fals
         command = [sys.executable, str(scripts / f"{name}.py"), *arguments, "--out", str(out)]
         _follow(console, name, command, script.quick_rows if quick else script.rows)
         found["measured"][name] = json.loads(out.read_text())
-        if name == "rope" and not quick:
+        if name in ("rope", "host") and not quick:
             _follow(console, "plots", [sys.executable, str(scripts / "plot_rope.py"), str(out)], 1)
     found["plots"] = sorted(p.name for p in folder.glob("*.png"))
     return found
@@ -102,11 +103,18 @@ def tables(found: dict[str, Any]) -> list[Table]:
             stock = f"{r['inductor'] / r['ours']:.2f}" if "inductor" in r else ""
             table.add_row(row, f"{r['ours']:.2f}", f"{r['of_floor']:.3f}" if "of_floor" in r else "", stock)
         made.append(table)
+    if "host" in data:
+        table = Table("call", "µs", title="host: µs of wall time per call, without CUDA graphs")
+        for call, us in data["host"]["host_us"].items():
+            table.add_row(call, f"{us:.2f}")
+        made.append(table)
     if "block" in data:
-        table = Table("tokens", "eager ms", "Inductor ms", "ours ms", "Inductor / ours", title="block: the LTX-2 block")
+        columns = ("tokens", "eager ms", "Inductor ms", "ours ms", "Inductor / ours", "saved / predicted (kernels)")
+        table = Table(*columns, title="block: the LTX-2 block")
         for r in data["block"]["rows"]:
-            ms = [r[f"block_{k}_ms"] for k in ("eager", "inductor", "ltx")]
-            table.add_row(str(r["tokens"]), *(f"{m:.2f}" for m in ms), f"{ms[1] / ms[2]:.3f}")
+            ms = [r["block"][f"{k}_ms"] for k in ("eager", "inductor", "ltx")]
+            predicted = f"{r['kernels_saved_over_predicted']:.2f}"
+            table.add_row(str(r["tokens"]), *(f"{m:.2f}" for m in ms), f"{ms[1] / ms[2]:.3f}", predicted)
         made.append(table)
     if "pass_cost" in data:
         table = Table("blocks", "nodes", "sides", "pass ms", "% of tracing", title="pass_cost: the pass itself")
