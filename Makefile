@@ -5,6 +5,7 @@
 #   make lint    ruff and mypy
 #   make docs    the documentation, in site/
 #   make bench   the benchmarks that this machine can run
+#   make fuzz    20,000 composed and mutated graphs; GRAPHS and SEED for others
 #
 # PYTHON picks the interpreter, TORCH the torch version, VENV the folder: make test TORCH=2.11.0 VENV=.venv-2.11
 
@@ -12,10 +13,12 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv
 WORKERS ?= 2
+GRAPHS ?= 20000
+SEED ?= 0
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml Makefile
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs bench fuzz clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -37,6 +40,9 @@ bench: $(VENV)/.dev
 	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	  $(RUN) benchmarks/rope.py && $(RUN) benchmarks/host.py && $(RUN) benchmarks/block.py; \
 	else echo "no GPU here: benchmarks/rope.py, host.py and block.py were not run"; fi
+
+fuzz: $(VENV)/.dev
+	$(RUN) -m tests.fuzz --graphs $(GRAPHS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) site dist docs/rules

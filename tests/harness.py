@@ -91,6 +91,50 @@ def trace(module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None,
     return traced
 
 
+def same_memory(t: Any) -> Any:
+    """A copy with the strides of `t`, also where elements share memory."""
+    if not isinstance(t, torch.Tensor):
+        return t
+    storage = t.detach().untyped_storage().clone()
+    return torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.size(), t.stride())
+
+
+def trace_calls(
+    module: nn.Module, inputs: Sequence[Sequence[Any]], dynamic: Axes | None = None
+) -> tuple[fx.GraphModule, list[list[Any]]]:
+    """The joint graph of `module(*inputs[0])`, and copies of what it is called with for all inputs that it serves."""
+    graphs: list[fx.GraphModule] = []
+    calls: list[list[list[Any]]] = []
+
+    def keep(graph: fx.Graph) -> None:
+        graphs.append(copy_graph(graph.owning_module))
+        calls.append([])
+
+    def stop(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
+        mine = calls[-1]
+
+        def run(args: list[Any]) -> Any:
+            mine.append([same_memory(a) for a in args])
+            return gm(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    torch._dynamo.reset()
+    for i, axes in (dynamic or {}).items():
+        for axis in [axes] if isinstance(axes, int) else axes:
+            torch._dynamo.mark_dynamic(inputs[0][i], axis)
+    with (
+        inductor_config.patch(joint_custom_pre_pass=keep, fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+        torch.no_grad(),
+    ):
+        model = torch.compile(module, backend=functools.partial(compile_fx, inner_compile=stop), fullgraph=True)
+        for given in inputs:
+            model(*given)
+    return graphs[0], calls[0]
+
+
 def rewritten(
     module: nn.Module, inputs: Sequence[Any], rewrite: Callable[[fx.Graph], Any], dynamic: Axes | None = None
 ) -> Callable[..., Any]:

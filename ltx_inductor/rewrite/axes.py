@@ -165,7 +165,7 @@ def _assignments(side: Side) -> Iterator[tuple[Digits, Digits, Digits, bool]]:
         for k in _middle_out(len(rest))
         if rows[h].size.known is not None
     ]
-    many_axes = len(side.x.coords) - len(side.statistic.dims) > 2
+    many_axes = side.statistic.x.meta["val"].dim() - len(side.statistic.dims) > 2
     yield from by_head + by_row if many_axes else by_row + by_head
 
 

@@ -86,7 +86,7 @@ def check_sizes(nodes: Iterable[Node], what: str) -> None:
 
 def check_plain_tensors(view: GraphView, inputs: Iterable[Node]) -> None:
     """A quantised weight of some linear layer is no obstacle; a subclass among the operands, or any DTensor, is."""
-    parts = [n for n in inputs if _storage_root(n) in view.subclass_parts]
+    parts = [n for n in inputs if storage_root(n) in view.subclass_parts]
     if parts or view.has_dtensor:
         what = f"{parts[0].name} is part of a tensor subclass" if parts else "the model was called with DTensors"
         raise Refuse(
@@ -140,10 +140,10 @@ def _inputs(planned: SidePlan) -> Iterator[Node]:
 
 def check_mutation(view: GraphView, inputs: Iterable[Node], result: Node, what: str) -> None:
     """No op between the inputs and the result writes to memory that an input may share."""
-    roots = {_storage_root(n): n for n in inputs}
+    roots = {storage_root(n): n for n in inputs}
     end = view.order[result]
     for n, written in view.writes:
-        root = _storage_root(written)
+        root = storage_root(written)
         if root in roots and view.order[roots[root]] < view.order[n] <= end:
             raise Refuse(
                 f"{n.name} = {n.target} writes to the memory of {roots[root].name} before {what} is finished",
@@ -151,7 +151,7 @@ def check_mutation(view: GraphView, inputs: Iterable[Node], result: Node, what: 
             )
 
 
-def _storage_root(n: Node) -> Node:
+def storage_root(n: Node) -> Node:
     """The value whose memory n may share, through views."""
     while n.op == "call_function" and n.target in LAYOUT and n.args and isinstance(n.args[0], Node):
         n = n.args[0]

@@ -83,6 +83,10 @@ class Lifter:
         self.space.case = {}
         return out, found
 
+    def source_of(self, n: Node, co: Coords) -> Expr:
+        """The element of `n` in terms of what n is a view or a wider copy of, also where n is x itself."""
+        return self._operand(n, co)
+
     # ---- one node
 
     def _compute(self, n: Node, co: Coords) -> Expr:

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from ltx_inductor.rewrite.axes import Plan, SidePlan
 from ltx_inductor.rewrite.layout import LAYOUT, aten
+from ltx_inductor.rewrite.legality import storage_root
 from ltx_inductor.rewrite.lift import CAST, PRODUCT
 from ltx_inductor.rewrite.view import GraphView
 
@@ -99,14 +100,19 @@ def _same_kind(a: SidePlan, b: SidePlan) -> bool:
 
 
 def can_meet(view: GraphView, a: SidePlan, b: SidePlan) -> bool:
-    """Is there a point in program order after all inputs of both and before the first reader of either result?"""
+    """Is there a point in program order after all inputs of both and before the first reader of either result?
+
+    The first of the two moves down to it: no input may be written to on that way.
+    """
     inputs = [*input_nodes(a), *input_nodes(b)]
     results = (a.side.result, b.side.result)
     if any(n in results for n in inputs):
         return False
     latest = max(view.order[n] for n in inputs)
     readers = [view.order[u] for r in results for u in r.users if u in view.live]
-    return latest < min(readers, default=latest + 1)
+    roots, start = {storage_root(n) for n in inputs}, min(view.order[r] for r in results)
+    written = any(start < view.order[n] <= latest and storage_root(w) in roots for n, w in view.writes)
+    return latest < min(readers, default=latest + 1) and not written
 
 
 def input_nodes(planned: SidePlan) -> Iterator[Node]:

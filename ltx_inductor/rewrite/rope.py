@@ -263,7 +263,7 @@ class Reader:
     def _assemble(self, out: Coords, half: Atom, first: _Case, second: _Case) -> Side:
         self.stage = ROLES
         terms = (first.own, first.partner, second.own, second.partner)
-        contract = self._contract(first, second, terms)
+        contract = self._contract(first, second, terms, self._before_cast(terms[0].x).node.meta["val"].dtype)
         if first.own.negative != second.own.negative or first.partner.negative == second.partner.negative:
             raise Refuse(
                 f"{self.name}: the signs are those of a reflection, not of a rotation",
@@ -294,10 +294,11 @@ class Reader:
         for what, table in (("cos", cos), ("sin", sin)):
             self._check_table(what, table, half, pair)
         leaf = weights.pop()
+        source = self._before_cast(coords)
         return Side(
             statistic=self.statistic,
             result=self.result,
-            x=Operand(self.x, coords),
+            x=Operand(source.node, source.coords),
             weight=Operand(leaf[0], leaf[1]) if leaf else None,
             cos=Operand(cos.node, cos.coords, first.own.negative),
             sin=Operand(sin.node, sin.coords, not first.partner.negative),
@@ -309,8 +310,15 @@ class Reader:
             contract=contract,
         )
 
-    def _contract(self, first: _Case, second: _Case, terms: Iterable[_Term]) -> Contract:
-        x = self.x.meta["val"].dtype
+    def _before_cast(self, coords: Coords) -> Leaf:
+        """x at these coordinates; where x is a view of a value cast to fp32, the element of that value."""
+        if self.x.meta["val"].dtype == torch.float32:
+            root = self.lifter.source_of(self.x, coords)
+            if isinstance(root, Leaf) and root.node.meta["val"].dtype in NARROW:
+                return Leaf(root.node, tuple(self.space.resolve(c) for c in root.coords))
+        return Leaf(self.x, coords)
+
+    def _contract(self, first: _Case, second: _Case, terms: Iterable[_Term], x: torch.dtype) -> Contract:
         terms = tuple(terms)
         if (
             first.rounding != second.rounding

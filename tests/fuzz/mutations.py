@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from .harness import output_node
+from ..harness import output_node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node, Rng = fx.Node, random.Random
@@ -234,6 +234,19 @@ def scale_table(rng: Rng, g: fx.Graph) -> None:
     reroute(rng, n, insert_after(n, aten.mul.Tensor, rng.choice([-1, 2, 0.5, 1.5])))
 
 
+def write_input(rng: Rng, g: fx.Graph) -> None:
+    """An input, or a piece of one, is written to somewhere on the way: after functionalisation a graph has no such."""
+    n = pick(rng, [n for n in g.find_nodes(op="placeholder") if n in set(tensors(g)) and n.meta["val"].dim()])
+    where = pick(rng, calls(g))
+    with g.inserting_after(where):
+        if rng.random() < 0.5:
+            g.call_function(aten.mul_.Tensor, (n, 2))
+        else:
+            piece = g.call_function(aten.slice.Tensor, (n, rng.randrange(n.meta["val"].dim()), 0, 1))
+            with g.inserting_after(piece):
+                g.call_function(aten.neg_.default, (piece,))
+
+
 def swap_inputs(rng: Rng, g: fx.Graph) -> None:
     """cos for sin, q for k, everywhere or in one place."""
     inputs = [n for n in g.find_nodes(op="placeholder") if n in set(tensors(g)) and n.users]
@@ -252,5 +265,5 @@ def swap_inputs(rng: Rng, g: fx.Graph) -> None:
 MUTATIONS: list[Callable[[Rng, fx.Graph], None]] = [
     swap_operands, swap_cat, shift_bound, change_dim, change_index, permute_dims, regroup_view, drop_cast, change_cast,
     add_cast, round_trip, insert_op, same_shape, change_number, change_value, change_op, split_addcmul, fuse_addcmul,
-    other_user, scale_table, swap_inputs,
+    other_user, scale_table, swap_inputs, write_input,
 ]  # fmt: skip
