@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,33 @@ from ltx_inductor.contract import CONTRACTS  # noqa: E402
 
 REWRITE = ROOT / "ltx_inductor" / "rewrite"
 KERNELS = ROOT / "ltx_inductor" / "kernels"
-# rule: (its module, or where it is found; its ops; its kernels; the page about it; one sentence)
+# rule: (its modules; its ops; its kernels; the page about it; one sentence)
 ABOUT: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], str, str]] = {
     "rmsnorm_split_rope": (
-        ("rope_rule", "passes"),
+        (
+            "rope_rule",
+            "rope",
+            "axes",
+            "lift",
+            "layout",
+            "norm",
+            "search",
+            "sweep",
+            "pairs",
+            "legality",
+            "replace",
+            "rule",
+        ),
         ("rmsnorm_split_rope", "qk_rmsnorm_split_rope"),
         ("rope",),
         "rope.md",
         "RMSNorm, then split RoPE, of attention queries and keys. The same bits as eager, by rounding contract.",
     ),
     "neighborhood_attention": (
-        ("neighborhood_rule", "neighborhood"),
+        ("neighborhood_rule", "neighborhood", "natten_forms", "opaque_forms", "flex_forms", "legality", "rule"),
         ("na3d",),
         ("fna", "fna_exact"),
-        "neighborhood.md",
+        "kernels-fna.md",
         "3D neighborhood attention as NATTEN computes it. `fast` keeps an error bound; `exact` keeps NATTEN's bits.",
     ),
 }
@@ -64,8 +77,7 @@ def _page(rule: str) -> Iterator[str]:
         yield ""
     yield "## How each refusal reads\n"
     yield "`…` stands for a name, a number or a dtype of your graph; what is expected, and the hint, follow.\n"
-    root = next(m for m in modules if (REWRITE / f"{m}.py").is_file())
-    for reason, expected, hint in sorted(_refusals(root)):
+    for reason, expected, hint in sorted(_refusals(modules)):
         rest = [f"expected {expected}"] * bool(expected) + [f"hint: {hint}"] * bool(hint)
         yield f"* {_escaped(reason)}" + (f" — *{_escaped('; '.join(rest))}*" if rest else "")
     yield "\n## What has no kernel\n\nThe launch is left to Inductor, with one of these sentences:\n"
@@ -76,25 +88,11 @@ def _page(rule: str) -> Iterator[str]:
     yield from _numbers(rule)
 
 
-def _closure(root: str) -> list[Path]:
-    """The module and those of rewrite/ that it imports, directly or not."""
-    found, todo = dict[str, None](), [root]
-    while todo:
-        name = todo.pop()
-        path = REWRITE / f"{name}.py"
-        if name in found or not path.is_file():
-            continue
-        found[name] = None
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ltx_inductor.rewrite"):
-                last = (node.module or "").split(".")[2:]
-                todo += last or [a.name for a in node.names]
-    return [REWRITE / f"{name}.py" for name in sorted(found)]
-
-
-def _refusals(root: str) -> set[tuple[str, str, str]]:
+def _refusals(modules: Iterable[str]) -> set[tuple[str, str, str]]:
     found = set()
-    for path in _closure(root):
+    for path in (REWRITE / f"{name}.py" for name in modules):
+        if not path.is_file():
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refuse" and node.args:
                 reason = _text(node.args[0])
@@ -141,6 +139,17 @@ def _numbers(rule: str) -> Iterator[str]:
                 values = [r["floor_best"], r["ours"], r["inductor"], r["eager"]]
                 shown = " | ".join(f"{v:.3g}" if v < 100 else f"{v:.0f}" for v in values)
                 yield f"| {row} | {shown} | {r['inductor'] / r['ours']:.2f} |"
+        return
+    for schedule, name in (("ltx", "fna"), ("exact", "fna-exact")):
+        data = json.loads((ROOT / f"benchmarks/results/{name}-h200.json").read_text())
+        yield f"## Numbers of `{'fast' if schedule == 'ltx' else schedule}`\n"
+        yield f"{data['device']}, torch {data['torch']}, {data['date']}.\n"
+        yield "| grid | window | heads | NATTEN, ms | this op, ms | NATTEN / this |\n|---|---|---|---|---|---|"
+        for r in data["rows"]:
+            size, window = (" x ".join(map(str, r[k])) for k in ("grid", "window"))
+            ms = f"{r['natten']['ms']:.2f} | {r[schedule]['ms']:.2f}"
+            yield f"| {size} | {window} | {r['heads']} | {ms} | {r['natten']['ms'] / r[schedule]['ms']:.2f} |"
+        yield ""
 
 
 def on_pre_build(config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from ltx_inductor.config import Config
 from ltx_inductor.rewrite.passes import rewrite_graph
-from ltx_inductor.rewrite.report import Refusal, RewriteReport
+from ltx_inductor.rewrite.report import GraphReport, Refusal, RewriteReport, Site
 from ltx_inductor.views import groups
 from ltx_inductor.views.layout import place
 from ltx_inductor.views.page import page
@@ -138,6 +139,27 @@ def test_the_saving_is_the_measured_one(report):
         assert us == pytest.approx(data[row]["inductor"] - data[row]["ours"], rel=0.05)
     assert "dynamic" in groups.Group([site | {"bytes": None}], None).saving
     assert "a few µs" in groups.Group([site], None).saving
+
+
+def test_a_call_of_neighborhood_attention():
+    shapes = dict.fromkeys(("q", "k", "v", "out"), "[1,33,64,96,4,64]") | {"window": "[11,11,11]"}
+    site = Site("neighborhood_attention", "ltx_inductor::na3d", None, None, "decoder.py:5", shapes, "fast", "out_1")
+    site = replace(site, form="natten::hopper_na3d_forward")
+    report = RewriteReport([GraphReport([site])]).to_dict()
+    (group,) = groups.groups(report)
+    data = json.loads((ROOT / "benchmarks/results/fna-h200.json").read_text())["rows"][0]
+    saved = float(re.match(r"about ([\d.]+) ms", group.saving).group(1))
+    assert data["grid"] == [33, 64, 96]
+    assert saved == pytest.approx(data["natten"]["ms"] - data["ltx"]["ms"], rel=0.08)
+    html = page(report)
+    assert "natten::hopper_na3d_forward" in html
+    assert "call rewritten" in html
+    assert groups.counted(report) == "1 call"
+    small = replace(site, shapes=shapes | {"window": "[3,5,5]"}, contract="exact")
+    dynamic = replace(site, shapes=shapes | {"q": "[1,s0,64,96,4,64]"})
+    sayings = [groups.groups(RewriteReport([GraphReport([s])]).to_dict())[0].saving for s in (small, dynamic)]
+    assert sayings[0].startswith("small windows")
+    assert "7.6 times as fast" in sayings[1]
 
 
 COUNT = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +15,11 @@ OURS = 4.1e12
 INDUCTOR = {"bf16-chain": 0.87e12}
 INDUCTOR_FP32_TABLES = 1.39e12
 _LAUNCH_BOUND = 10e6  # bytes
+# Useful floating-point operations per second in neighborhood attention on an H200, window 11 x 11 x 11, large grids:
+# benchmarks/results/fna-h200.json and fna-exact-h200.json.
+NATTEN = 31.5e12
+SCHEDULES = {"fast": 240e12, "exact": 85e12}
+_NOUNS = {"rmsnorm_split_rope": "side", "neighborhood_attention": "call"}
 
 
 @dataclass
@@ -54,6 +62,8 @@ class Group:
     @property
     def saving(self) -> str:
         """What one launch should save on a GPU whose rates were measured, as a sentence; "" where nothing is known."""
+        if self.first["rule"] == "neighborhood_attention":
+            return _attention_saving(self.first)
         if self.first["rule"] != "rmsnorm_split_rope":
             return ""
         if any(s.get("bytes") is None for s in self.sites):
@@ -66,6 +76,31 @@ class Group:
             f"about {moved * (1 / stock - 1 / OURS) * 1e6:.0f} µs a launch on an H200: {_size(moved)} at the "
             f"{OURS / 1e12:.1f} TB/s measured for this op, instead of the {stock / 1e12:.2f} of stock Inductor"
         )
+
+
+def _attention_saving(site: Mapping[str, Any]) -> str:
+    """4 * queries * keys of a window * head_dim * heads operations, at the measured rates."""
+    schedule = site["contract"]
+    try:
+        q, window = (json.loads(site["shapes"][name]) for name in ("q", "window"))
+    except (KeyError, ValueError):  # dynamic sizes
+        return (
+            f"sizes are dynamic; `{schedule}` ran {SCHEDULES[schedule] / NATTEN:.1f} times as fast as NATTEN on an H200"
+        )
+    if math.prod(window) < 1000 or math.prod(q[1:4]) < 50_000:
+        return "small windows and grids run 2.6 (exact) to 11 (fast) times as fast as NATTEN on an H200"
+    work = 4 * math.prod(q) * math.prod(window)
+    return (
+        f"about {work * (1 / NATTEN - 1 / SCHEDULES[schedule]) * 1e3:.1f} ms a call on an H200, where NATTEN needs "
+        f"{work / NATTEN * 1e3:.1f} ms: measured at {SCHEDULES[schedule] / 1e12:.0f} useful TFLOP/s instead of "
+        f"{NATTEN / 1e12:.1f}"
+    )
+
+
+def counted(report: Mapping[str, Any]) -> str:
+    """Such as "16 sides and 1 call"."""
+    found = Counter(_NOUNS.get(s["rule"], "site") for g in report["graphs"] for s in g["sites"]) or {"side": 0}
+    return " and ".join(f"{n} {noun}{'s' * (n != 1)}" for noun, n in found.items())
 
 
 def groups(report: Mapping[str, Any]) -> list[Group]:
@@ -93,10 +128,10 @@ def refusals(report: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
 
 def summary(report: Mapping[str, Any]) -> dict[str, str]:
     """The figures for the head of a view, as text."""
-    sites = sum(len(g["sites"]) for g in report["graphs"])
     left = sum(len(g["refusals"]) for g in report["graphs"])
+    number, _, noun = counted(report).partition(" ")
     shown = {
-        "sides rewritten": str(sites),
+        f"{noun} rewritten": number,
         "launches": str(sum(g.launches for g in groups(report))),
         "refused": str(left),
         "graphs": str(len(report["graphs"])),

@@ -77,11 +77,12 @@ def _card(kind: str, rule: str, sources: Iterable[str], text: Iterable[str], inn
 
 def _site(group: Group, number: int) -> str:
     first = group.first
-    times = f' <span class="tag">{group.launches} launches, {len(group.sites)} sides</span>'
+    n, sides = group.launches, f", {len(group.sites)} sides" * (first["rule"] == "rmsnorm_split_rope")
+    times = f' <span class="tag">{n} launch{"es" * (n != 1)}{sides}</span>'
     facts = {
         "rule": f"<code>{escape(first['rule'])}</code>",
         "op": f"<code>{escape(first['op'])}</code>",
-        "sides": escape(group.sides),
+        "of" if first["form"] else "sides": escape(group.sides),
         "contract": f"<code>{escape(first['contract'])}</code>" if first["contract"] else "",
         "shapes": "<br>".join(
             f"<code>{escape((side + ' ' if side else '') + ' '.join(f'{k}={v}' for k, v in shapes.items()))}</code>"

@@ -38,8 +38,8 @@ def _parts(report: Mapping[str, Any], diffs: bool) -> Iterator[ConsoleRenderable
 
 def _head(report: Mapping[str, Any]) -> Text:
     found = grouped.summary(report)
-    sides, left = int(found["sides rewritten"]), found["refused"]
-    text = Text.assemble(("ltx_inductor: ", "bold"), (f"{sides} side{'s' * (sides != 1)} rewritten", "bold green"))
+    left = found["refused"]
+    text = Text.assemble(("ltx_inductor: ", "bold"), (f"{grouped.counted(report)} rewritten", "bold green"))
     text.append(f", {left} refused", "bold yellow" if left != "0" else "")
     text.append(
         f", in {found['graphs']} graph{'s' * (found['graphs'] != '1')} ({found['ms in the pass']} ms in the pass"
