@@ -30,6 +30,7 @@ from ltx_inductor.rewrite.view import GraphView
 _QKV = ("query", "key", "value")
 _WINDOW = (*_QKV, "kernel_size", "stride", "dilation", "is_causal", "scale")
 _TILES = ("q_tile_shape", "kv_tile_shape")
+_DEFAULT_TILES = ((4, 4, 4), (4, 4, 8))  # of NATTEN 0.21 for head_dim 64 on Hopper
 _PERMUTED = (*_WINDOW, "q_shape", "kv_shape", "qkv_shape", *_TILES)
 _VARLEN = ("cumulative_seqlen_Q", "cumulative_seqlen_KV", "max_seqlen_Q", "max_seqlen_KV")
 _PERMUTE = ("input_tensor", "tile_shape", "dilation", "flip_tiled_dims")
@@ -104,7 +105,10 @@ def _permuted(view: GraphView, n: Node) -> NeighborhoodCall:
         padded = [(size + t - 1) // t * t for size, t in zip(grid, tile, strict=True)]
         _same_sizes(n, name, args[name], padded)
     result = _unpermute(view, n, out, grid, q_tile)
-    return NeighborhoodCall(q, k, v, window, args["scale"], result, _form(n), n, (*permutes, n, out))
+    # the kernel takes scale 0 for its default, and the maximum of a row is none where the scale is negative
+    default = _name(n.target) == "hopper_na3d_forward" and (q_tile, kv_tile) == _DEFAULT_TILES and args["scale"] > 0
+    inside = (*permutes, n, out)
+    return NeighborhoodCall(q, k, v, window, args["scale"], result, _form(n), n, inside, hopper_bits=default)
 
 
 def _unpermuted(view: GraphView, n: Node) -> NeighborhoodCall:

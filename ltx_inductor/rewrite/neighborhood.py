@@ -29,6 +29,8 @@ class NeighborhoodCall:
     form:        how the graph spells it, for the report, such as "natten::hopper_na3d_forward".
     call:        the node that does the attention; its source line is reported.
     inside:      what the call consists of, besides `result`: replaced, unless somebody else reads it.
+    hopper_bits: its result has the bits of NATTEN's Hopper kernel with the default tiles for head_dim 64, which are the
+                 bits that the schedule `exact` reproduces.
     """
 
     q: Node
@@ -40,6 +42,7 @@ class NeighborhoodCall:
     form: str
     call: Node
     inside: tuple[Node, ...] = ()
+    hopper_bits: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,12 @@ class _Rewriter:
         mark = self._writer.mark()
         try:
             _check(self._view, call, job.config.cpu)
+            if job.config.exact and not call.hopper_bits:
+                raise Refuse(
+                    f"{call.form} does not have the bits of NATTEN's Hopper kernel, the only ones a kernel here has",
+                    expected="hopper_na3d_forward with tiles (4, 4, 4) and (4, 4, 8) and a positive scale",
+                    hint="without exact=True it is replaced by attention of the same accuracy",
+                )
             proof = job.ask([_need(call, job.config.exact)])
             drawn = self._drawings.before(alike, inputs, [call.result])
             before = job.pictures.before(self._view.order, inputs, [call.result]) if job.pictures else None

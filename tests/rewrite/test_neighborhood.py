@@ -406,15 +406,33 @@ def test_what_there_is_no_kernel_for(inputs, window, reason):
     rewritten(t)[1].expect(neighborhood_attention=1)  # whom nobody asks takes it: the reference runs
 
 
-def test_exact(hopper, monkeypatch):
+def test_exact(hopper):
     exact = Config(cpu=True, exact=True)
-    assert "exact=True" in only_refusal(hopper, exact, AssumedKernels()).reason
     on_cpu = only_refusal(hopper, exact, DeviceKernels(lambda *_: None)).reason
     assert "has not NATTEN's bits, and exact=True asks for them" in on_cpu
-    monkeypatch.setattr(fna, "unsupported", lambda **facts: None)
+    other = traced(Call(), qkv((1, 5, 6, 9, 2, 32)))
+    assert "no neighborhood-attention kernel with NATTEN's bits for head_dim 32" in (
+        only_refusal(other, exact, AssumedKernels()).reason
+    )
     gm, report = rewritten(hopper, exact, AssumedKernels())
     assert report.sites[0].contract == "exact"
     assert next(n for n in gm.graph.nodes if n.target is NA3D).args[5] is True
+
+
+@pytest.mark.parametrize("other", ["cutlass", "ltx_core", "tiles", "scale"])
+def test_exact_takes_no_call_with_other_bits(other, hopper):
+    if other == "cutlass":
+        t = traced(Call(backend="cutlass-fna"), qkv())
+    elif other == "ltx_core":
+        t = traced(LtxCore("na_attention_eager"), qkv())
+    elif other == "scale":
+        t = edited(hopper, set_argument("hopper_na3d_forward", 7, 0.0))
+    else:
+        t = traced(Call(q_tile_shape=(4, 4, 4), kv_tile_shape=(2, 8, 8)), qkv())
+    rewritten(t, CPU)[1].expect(neighborhood_attention=1)
+    why = only_refusal(t, Config(cpu=True, exact=True), AssumedKernels())
+    assert "does not have the bits of NATTEN's Hopper kernel" in why.reason
+    assert "without exact=True it is replaced" in why.hint
 
 
 def test_cpu_graphs_are_left_alone_by_default(hopper):
