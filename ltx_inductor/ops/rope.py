@@ -201,31 +201,21 @@ def _pair(side: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 reference_pair = _pair(reference)
 
 
-def _on_cuda(
-    x: Tensor,
-    weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    num_heads: int,
-    contract: str,
-    layout: str = "bshd",
-) -> Tensor:
-    try:
-        out = kernel.launch_single(x, weight, cos, sin, eps, num_heads, contract, layout)
-    except kernel.KernelNotReadyError as missing:
-        _without_kernel(str(missing))
-        out = None
-    return reference(x, weight, cos, sin, eps, num_heads, contract, layout) if out is None else out
+def _kernel_or(launch: str, chain: Callable[..., Any]) -> Callable[..., Any]:
+    """The op on CUDA tensors: the launch of that name, or the eager chain where it declines or is not ready."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            out = getattr(kernel, launch)(*args, **kwargs)
+        except kernel.KernelNotReadyError as missing:
+            _without_kernel(str(missing))
+            out = None
+        return chain(*args, **kwargs) if out is None else out
+
+    return run
 
 
-def _pair_on_cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    try:
-        out = kernel.launch_pair(*args, **kwargs)
-    except kernel.KernelNotReadyError as missing:
-        _without_kernel(str(missing))
-        out = None
-    return reference_pair(*args, **kwargs) if out is None else out
+_on_cuda, _pair_on_cuda = _kernel_or("launch_single", reference), _kernel_or("launch_pair", reference_pair)
 
 
 @functools.cache
@@ -234,12 +224,12 @@ def _without_kernel(missing: str) -> None:
     warnings.warn(f"ltx_inductor: running the eager chain, several times slower: {missing}", stacklevel=3)
 
 
-def _single(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _on_cuda(x, *args, **kwargs) if x.is_cuda else reference(x, *args, **kwargs)
+def _single(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return (_on_cuda if x.is_cuda else reference)(x, *args, **kwargs)
 
 
-def _both(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return _pair_on_cuda(q, *args, **kwargs) if q.is_cuda else reference_pair(q, *args, **kwargs)
+def _both(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return (_pair_on_cuda if q.is_cuda else reference_pair)(q, *args, **kwargs)
 
 
 def _slow(op: Callable[..., tuple[Tensor, ...]], results: int) -> Callable[..., tuple[Tensor, ...]]:
