@@ -373,25 +373,8 @@ def launch_single(
     plan = _plans.get(key) or _plan(key, x, x, cos, (num_heads, num_heads), (contract, layout, False))
     empty = plan.empty_here if plan.current_device() == plan.device else plan.empty_there
     out = empty(*plan.q_out)
-    status = plan.launch(
-        plan.handle,
-        plan.stream(plan.device),
-        path,
-        x,
-        None,
-        weight,
-        None,
-        cos,
-        sin,
-        None,
-        None,
-        out,
-        None,
-        eps,
-        eps,
-        num_heads,
-        num_heads,
-    )
+    tensors = (x, None, weight, None, cos, sin, None, None, out, None)
+    status = plan.launch(plan.handle, plan.stream(plan.device), path, *tensors, eps, eps, num_heads, num_heads)
     if status == 0:
         return out
     if status == 2 and weight is not None:
@@ -420,18 +403,8 @@ def launch_pair(
 
     Sides whose rows differ in length (norm over the row) are launched one after the other.
     """
-    key = (
-        q.shape,
-        k.shape,
-        q.dtype,
-        q_cos.dtype,
-        q.get_device(),
-        q_heads,
-        k_heads,
-        contract,
-        layout,
-        k_cos is None,
-    )
+    kind = (q.dtype, q_cos.dtype, q.get_device(), contract, layout, k_cos is None)
+    key = (q.shape, k.shape, q_heads, k_heads, *kind)
     plan = _plans.get(key)
     if plan is None:
         if k.size(-1) != q.size(-1):
@@ -444,34 +417,15 @@ def launch_pair(
         shared = k_cos is None and q_heads == k_heads
         plan = _plan(key, q, k, q_cos, (q_heads, k_heads), (contract, layout, shared))
     empty = plan.empty_here if plan.current_device() == plan.device else plan.empty_there
-    q_out = empty(*plan.q_out)
-    k_out = empty(*plan.k_out)
-    status = plan.launch(
-        plan.handle,
-        plan.stream(plan.device),
-        path,
-        q,
-        k,
-        q_weight,
-        k_weight,
-        q_cos,
-        q_sin,
-        k_cos,
-        k_sin,
-        q_out,
-        k_out,
-        q_eps,
-        k_eps,
-        q_heads,
-        k_heads,
-    )
+    q_out, k_out = empty(*plan.q_out), empty(*plan.k_out)
+    tables, numbers = (q_cos, q_sin, k_cos, k_sin), (q_eps, k_eps, q_heads, k_heads)
+    tensors = (q, k, q_weight, k_weight, *tables, q_out, k_out)
+    status = plan.launch(plan.handle, plan.stream(plan.device), path, *tensors, *numbers)
     if status == 0:
         return q_out, k_out
     if status == 2:
         qw, kw = (None if w is None else _aligned(w) for w in (q_weight, k_weight))
-        return launch_pair(
-            q, k, qw, kw, q_cos, q_sin, k_cos, k_sin, q_eps, k_eps, q_heads, k_heads, contract, layout, path
-        )
+        return launch_pair(q, k, qw, kw, *tables, *numbers, contract, layout, path)
     return None
 
 
