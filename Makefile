@@ -2,7 +2,9 @@
 #
 #   make demo    compile a small LTX-2 transformer and look at what was rewritten
 #   make test    all tests that this machine can run (GPU tests skip themselves without one)
-#   make lint    ruff and mypy
+#   make lint    ruff, mypy, dead code
+#   make coverage  the share of the package that the CPU tests run
+#   make package   sdist and wheel in dist/, and their tests
 #   make docs    the documentation, in site/
 #   make bench   the benchmarks that this machine can run
 #   make fuzz    20,000 composed and mutated graphs; GRAPHS and SEED for others
@@ -18,7 +20,7 @@ SEED ?= 0
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml Makefile
 
-.PHONY: demo test lint docs bench fuzz clean
+.PHONY: demo test lint coverage package docs bench fuzz clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -31,6 +33,14 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m vulture
+
+coverage: $(VENV)/.dev
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+
+package: $(VENV)/.dev
+	$(RUN) -m hatchling build
+	$(RUN) -m pytest tests/test_package.py
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict

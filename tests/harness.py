@@ -214,7 +214,3 @@ def _leaf_difference(x: Any, y: Any) -> str | None:
 def _strides(t: torch.Tensor) -> list[int]:
     """The strides that matter: those of axes longer than one."""
     return [st for n, st in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
-
-
-def bits_equal(got: Any, want: Any) -> bool:
-    return bit_difference(got, want) is None

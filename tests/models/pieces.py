@@ -71,10 +71,6 @@ def permute_contiguous(x, heads):
     return unflatten_transpose(x, heads).contiguous()
 
 
-def stack_of_chunks(x, heads):
-    return torch.stack(x.chunk(heads, -1), 1)
-
-
 def permute_then_view(x, heads):
     """Heads are split after the sequence has moved to the back."""
     return x.transpose(1, 2).unflatten(1, (heads, -1)).transpose(2, 3)
