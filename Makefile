@@ -65,8 +65,10 @@ $(VENV)/.demo: $(SETUP) | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet torch==$(TORCH) --editable ".[demo]"
 	touch $@
 
-# ltx-core's dependencies are heavy, and the attention that the tests compile needs none of them.
+# ltx-core's dependencies are heavy, and the attention that the tests compile needs none of them. NATTEN without its binary
+# is its Python front end, which the tests trace; with build isolation pip would fetch another torch to build it with.
 $(VENV)/.dev: $(SETUP) | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet torch==$(TORCH) --editable ".[dev]"
 	$(RUN) -m pip install --quiet --no-deps ltx-core==1.0.0
+	$(RUN) -m pip install --quiet --no-deps --no-build-isolation natten==0.21.7
 	touch $@ $(VENV)/.demo
