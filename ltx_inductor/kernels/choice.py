@@ -100,7 +100,7 @@ class _Neighborhood:
         if device is None:
             return "on the CPU the op runs its reference: fp32 throughout, one rounding of the result"
         if need.exact:
-            return "schedule exact: NATTEN's bits (docs/neighborhood-attention.md says on what they were compared)"
+            return "schedule exact: NATTEN's bits (docs/kernels-fna-exact.md says on what they were compared)"
         if self._reference is None:
             return "schedule fast: NATTEN's accuracy, not its bits"
         found = fna_gate.verdict(need.kernel_size, device, self._reference)
