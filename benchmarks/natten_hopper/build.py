@@ -50,7 +50,13 @@ def fetch(work: Path, python: str) -> Path:
     folder, archive = work / f"natten-{VERSION}", work / f"natten-{VERSION}.tar.gz"
     if not archive.exists():
         options = ("--no-binary", "natten", "--no-deps", "--no-build-isolation", "-d", work)
-        run(python, "-m", "pip", "download", "-q", f"natten=={VERSION}", *options)
+        try:
+            run(python, "-m", "pip", "download", "-q", f"natten=={VERSION}", *options)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(
+                f"pip could not fetch {archive.name}. It reads the sdist's metadata with torch, setuptools and wheel "
+                f"of {python}: install those, or put the file into {work}"
+            ) from error
     if not folder.exists():
         with tarfile.open(archive) as opened:
             opened.extractall(work, filter="data")

@@ -106,7 +106,10 @@ def tables(grid: Sizes, window: Sizes, device: torch.device) -> TileTables:
         if capturing:
             _captured[key] = found
         while len(_cache) > _MAX_CACHED:
-            _cache.popitem(last=False)
+            (_, _, place), dropped = _cache.popitem(last=False)
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)  # a kernel on another stream may still read them
+            del dropped
         return found
 
 
