@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def cache_id(config: Config) -> str:
         source_digest(),
         kernel_digest(),
         f"kernels can be built: {_can_build()}",
+        f"exact kernels can be built: {config.exact and importlib.util.find_spec('tilelang') is not None}",
         *_schemas(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

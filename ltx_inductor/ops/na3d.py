@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import fna
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -135,6 +134,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: fl
 def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: float, exact: bool = False) -> Tensor:
     if not q.is_cuda:
         return reference(q, k, v, kernel_size, scale)
+    from ltx_inductor.kernels import fna  # late: `import ltx_inductor` is to be light
+
     _check(q, k, v, kernel_size)
     window = (kernel_size[0], kernel_size[1], kernel_size[2])
     missing = _unsupported(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[-1], window, exact)
@@ -151,6 +152,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: flo
 def _unsupported(
     arch: tuple[int, int], dtype: torch.dtype, head_dim: int, window: tuple[int, int, int], exact: bool
 ) -> str | None:
+    from ltx_inductor.kernels import fna
+
     return fna.unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=window, exact=exact)
 
 
