@@ -50,7 +50,7 @@ ABOUT: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], str, s
         ("neighborhood_rule", "neighborhood", "natten_forms", "opaque_forms", "flex_forms", "legality", "rule"),
         ("na3d",),
         ("fna", "fna_exact"),
-        "kernels-fna.md",
+        "neighborhood-attention.md",
         "3D neighborhood attention as NATTEN computes it. `fast` keeps an error bound; `exact` keeps NATTEN's bits.",
     ),
 }
