@@ -40,6 +40,7 @@ SCRIPTS = {
         Script("pass_cost", (), ("--blocks", "1"), 4, 1, False),
         Script("rope", (), ("--parts", "production", "--rows", "v1536", "a126"), 71, 10, True),
         Script("host", (), (), 18, 18, True),
+        Script("fna", (), ("--budget-ms", "100"), 24, 24, True),
         Script("block", (), ("--tokens", "8160", "--quads", "8", "--profiles", "4"), 2, 1, True),
     )
 }
@@ -72,8 +73,11 @@ def run(console: Console, names: Sequence[str], folder: Path, quick: bool = Fals
         command = [sys.executable, str(scripts / f"{name}.py"), *arguments, "--out", str(out)]
         _follow(console, name, command, script.quick_rows if quick else script.rows)
         found["measured"][name] = json.loads(out.read_text())
-        if name in ("rope", "host") and not quick:
-            _follow(console, "plots", [sys.executable, str(scripts / "plot_rope.py"), str(out)], 1)
+        plot = "plot_rope.py" if name in ("rope", "host") else ""
+        if name == "fna" and all("natten" in row for row in found["measured"][name]["rows"]):
+            plot = "plot_fna.py"
+        if plot and not quick:
+            _follow(console, "plots", [sys.executable, str(scripts / plot), str(out)], 1)
     found["plots"] = sorted(p.name for p in folder.glob("*.png"))
     return found
 
@@ -107,6 +111,15 @@ def tables(found: dict[str, Any]) -> list[Table]:
         table = Table("call", "µs", title="host: µs of wall time per call, without CUDA graphs")
         for call, us in data["host"]["host_us"].items():
             table.add_row(call, f"{us:.2f}")
+        made.append(table)
+    if "fna" in data:
+        heads = ("grid", "window", "heads", "ms", "useful TFLOP/s", "NATTEN ms", "NATTEN / ours")
+        table = Table(*heads, title="fna: neighborhood attention (NATTEN where it has its binary)")
+        for r in data["fna"]["rows"]:
+            size, window = ("x".join(map(str, r[k])) for k in ("grid", "window"))
+            natten = (f"{r['natten']['ms']:.2f}", f"{r['times_natten']:.2f}") if "natten" in r else ("", "")
+            took, flops = f"{r['ltx']['ms']:.3f}", f"{r['ltx']['useful_tflops']:.0f}"
+            table.add_row(size, window, str(r["heads"]), took, flops, *natten)
         made.append(table)
     if "block" in data:
         columns = ("tokens", "eager ms", "Inductor ms", "ours ms", "Inductor / ours", "saved / predicted (kernels)")

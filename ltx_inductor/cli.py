@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     build.set_defaults(run=_build)
 
     bench = commands.add_parser("bench", help="the benchmark tables, again, on this machine")
-    bench.add_argument("tables", nargs="*", metavar="TABLE", help="rope, host, block, pass_cost (default: all)")
+    bench.add_argument("tables", nargs="*", metavar="TABLE", help="pass_cost, rope, host, fna, block (default: all)")
     bench.add_argument("--quick", action="store_true", help="a few rows only")
     bench.add_argument(
         "--out", type=Path, default=Path("ltx-bench"), metavar="FOLDER", help="for the JSON and the plots"
