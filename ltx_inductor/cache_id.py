@@ -34,7 +34,8 @@ def cache_id(config: Config) -> str:
     parts = [
         f"ltx_inductor {__version__}",
         f"torch {torch.__version__}",
-        f"rules {config.rules} cpu {config.cpu} strict {config.strict} exact {config.exact}",
+        f"rules {config.rules} cpu {config.cpu} strict {config.strict} exact {config.exact} "
+        f"trust {config.trust_block_mask}",
         source_digest(),
         kernel_digest(),
         f"kernels can be built: {_can_build()}",

@@ -26,6 +26,8 @@ class Config:
     dump:    folder for before/after/diff files of every graph and every rewrite, or None.
     exact:   only rewrites that have the bits of what they replace; neighborhood attention then needs the kernel that
              has NATTEN's, and is refused where there is none. The other rule has eager's bits anyway.
+    trust_block_mask: take the BlockMask of a FlexAttention for what create_block_mask makes of its mask_mod, where
+             the graph does not show that it is, because it comes in as an input.
     """
 
     rules: tuple[str, ...] = RULES
@@ -33,6 +35,7 @@ class Config:
     strict: bool = False
     dump: str | None = None
     exact: bool = False
+    trust_block_mask: bool = False
 
     def __post_init__(self) -> None:
         unknown = [r for r in self.rules if r not in RULES]
@@ -81,6 +84,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Config:
         cpu=flag(env, "LTX_INDUCTOR_CPU"),
         strict=flag(env, "LTX_INDUCTOR_STRICT"),
         exact=flag(env, "LTX_INDUCTOR_EXACT"),
+        trust_block_mask=flag(env, "LTX_INDUCTOR_TRUST_BLOCK_MASK"),
         dump=env.get("LTX_INDUCTOR_DUMP") or None,
     )
 

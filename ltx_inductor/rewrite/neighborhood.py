@@ -31,6 +31,8 @@ class NeighborhoodCall:
     inside:      what the call consists of, besides `result`: replaced, unless somebody else reads it.
     hopper_bits: its result has the bits of NATTEN's Hopper kernel with the default tiles for head_dim 64, which are the
                  bits that the schedule `exact` reproduces.
+    grid:        where given, points T, H, W: q, k, v and result are [B, heads, T*H*W, head_dim] instead.
+    unproved:    why it is not certain that this is such a call; the option `trust_block_mask` takes it for one.
     """
 
     q: Node
@@ -43,6 +45,8 @@ class NeighborhoodCall:
     call: Node
     inside: tuple[Node, ...] = ()
     hopper_bits: bool = False
+    grid: tuple[int, int, int] | None = None
+    unproved: Refuse | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ kernel has to have NATTEN's bits, or the call stays as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ltx_inductor.rewrite import natten_forms, opaque_forms  # noqa: F401  (registers the readers)
+from ltx_inductor.config import Config
+from ltx_inductor.rewrite import flex_window, natten_forms, opaque_forms  # noqa: F401  (registers the readers)
 from ltx_inductor.rewrite.digits import Refuse, internal_error
 from ltx_inductor.rewrite.drawing import Drawings
 from ltx_inductor.rewrite.layout import aten
@@ -69,7 +71,7 @@ class _Rewriter:
         alike = (source, *shapes.values(), contract, call.form)
         mark = self._writer.mark()
         try:
-            _check(self._view, call, job.config.cpu)
+            _check(self._view, call, job.config)
             if job.config.exact and not call.hopper_bits:
                 raise Refuse(
                     f"{call.form} does not have the bits of NATTEN's Hopper kernel, the only ones a kernel here has",
@@ -118,14 +120,17 @@ class _Rewriter:
         """(the op, the value that takes the place of the result)."""
         w, want = self._writer, call.result.meta["val"]
         w.after(call.result)
+        if call.grid is not None:
+            inputs = [_on_grid(w, n, call.grid, call.call) for n in inputs]
         arguments = (*inputs, list(call.kernel_size), call.scale, self._job.config.exact)
-        op = w.call(torch.ops.ltx_inductor.na3d.default, *arguments, like=call.call)
-        new = op
-        if not same_form(op.meta["val"], want):
+        op = new = w.call(torch.ops.ltx_inductor.na3d.default, *arguments, like=call.call)
+        if call.grid is not None:
+            new = _heads_first(w, op, call.call)
+        if not same_form(new.meta["val"], want):
             order = _memory_order(want)
             if order is not None:  # what was replaced keeps its axes in another order in memory
                 back = [order.index(i) for i in range(len(order))]
-                new = w.call(aten.permute.default, op, order, like=call.call)
+                new = w.call(aten.permute.default, new, order, like=call.call)
                 new = w.call(aten.clone.default, new, like=call.call, memory_format=torch.contiguous_format)
                 new = w.call(aten.permute.default, new, back, like=call.call)
         if not same_form(new.meta["val"], want):
@@ -136,6 +141,24 @@ class _Rewriter:
         return op, new
 
 
+def _on_grid(w: Writer, n: Node, grid: tuple[int, int, int], like: Node) -> Node:
+    """[B, heads, T*H*W, head_dim] -> [B, T, H, W, heads, head_dim], a view."""
+    turned = w.call(aten.permute.default, n, [0, 2, 1, 3], like=like)
+    return w.call(aten.view.default, turned, [_size(w, n, 0), *grid, _size(w, n, 1), _size(w, n, 3)], like=like)
+
+
+def _heads_first(w: Writer, op: Node, like: Node) -> Node:
+    """[B, T, H, W, heads, head_dim], contiguous -> [B, heads, T*H*W, head_dim], a view."""
+    length = math.prod(op.meta["val"].shape[1:4])
+    flat = w.call(aten.view.default, op, [_size(w, op, 0), length, _size(w, op, 4), _size(w, op, 5)], like=like)
+    return w.call(aten.permute.default, flat, [0, 2, 1, 3], like=like)
+
+
+def _size(w: Writer, n: Node, axis: int) -> Any:
+    size = n.meta["val"].shape[axis]
+    return size if isinstance(size, int) else w.call(aten.sym_size.int, n, axis)
+
+
 def _memory_order(value: torch.Tensor) -> list[int] | None:
     """The axes from the outermost to the innermost in memory; None where sizes do not tell."""
     if not all(isinstance(s, int) for s in value.stride()):
@@ -143,14 +166,16 @@ def _memory_order(value: torch.Tensor) -> list[int] | None:
     return sorted(range(value.dim()), key=lambda i: (-value.stride(i), i))
 
 
-def _check(view: GraphView, call: NeighborhoodCall, cpu: bool) -> None:
+def _check(view: GraphView, call: NeighborhoodCall, config: Config) -> None:
     """Raises Refuse where the call may not be replaced, whatever kernels there are."""
     inputs = (call.q, call.k, call.v)
     q, k, v = (n.meta["val"] for n in inputs)
     check_inference(view, _WHAT)
     check_plain_tensors(view, inputs)
     check_sizes((*inputs, call.result), _WHAT)
-    if q.dim() != 6:
+    if call.unproved is not None and not config.trust_block_mask:
+        raise call.unproved
+    if call.grid is None and q.dim() != 6:
         raise Refuse(f"{call.q.name} has {q.dim()} axes", expected="[B, T, H, W, heads, head_dim]")
     for n, t in ((call.k, k), (call.v, v)):
         if t.dtype != q.dtype:
@@ -162,10 +187,10 @@ def _check(view: GraphView, call: NeighborhoodCall, cpu: bool) -> None:
                 f"{n.name} has shape {list(t.shape)}, {call.q.name} {list(q.shape)}",
                 expected="queries, keys and values of one shape",
             )
-    for axis, window, size in zip("THW", call.kernel_size, q.shape[1:4], strict=True):
+    for axis, window, size in zip("THW", call.kernel_size, call.grid or q.shape[1:4], strict=True):
         if window < 1 or statically_known_true(size < window):
             raise Refuse(f"the window has {window} keys along {axis}, the grid {size}", expected="a window that fits")
-    if q.device.type == "cpu" and not cpu:
+    if q.device.type == "cpu" and not config.cpu:
         raise on_the_cpu()
     check_mutation(view, inputs, call.result, _WHAT)
     check_streams(call.result, (*call.inside, call.result))
@@ -188,4 +213,6 @@ def _shapes(call: NeighborhoodCall) -> dict[str, str]:
         name: f"[{','.join(str(s) for s in n.meta['val'].shape)}]"
         for name, n in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.result))
     }
+    if call.grid is not None:
+        shapes["grid"] = f"[{','.join(map(str, call.grid))}]"
     return shapes | {"window": f"[{','.join(map(str, call.kernel_size))}]"}

@@ -270,7 +270,7 @@ def form_of(t: torch.Tensor) -> str:
 
 
 def _is_removable(n: Node) -> bool:
-    return n.target is operator.getitem or is_pure(n)
+    return n.op == "get_attr" or n.target in (operator.getitem, torch.ops.higher_order.flex_attention) or is_pure(n)
 
 
 def remove_dead(graph: Graph, start: Sequence[Node], keep: set[Node]) -> None:
@@ -278,7 +278,7 @@ def remove_dead(graph: Graph, start: Sequence[Node], keep: set[Node]) -> None:
     todo = list(start)
     while todo:
         n = todo.pop()
-        if n.op != "call_function" or n.users or n in keep or n._erased or not _is_removable(n):
+        if n.op not in ("call_function", "get_attr") or n.users or n in keep or n._erased or not _is_removable(n):
             continue
         inputs = n.all_input_nodes
         graph.erase_node(n)
