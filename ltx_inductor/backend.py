@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 import ltx_inductor.ops.rope  # noqa: F401  (a graph out of a cache finds its ops)
-from ltx_inductor import session
+from ltx_inductor import natten_calls, session
 from ltx_inductor.config import PREFIX, Config, from_environment
 from ltx_inductor.joint_pass import LtxPass, with_ours
+from ltx_inductor.kernel_needs import device_kernels
 
 _HOOK = "joint_custom_pre_pass"
 
@@ -54,3 +55,14 @@ def split_options(
     # Inductor's own wrapper: its checks and messages, the bisector's overrides and the CUPTI workaround come with it.
     wrapper = torch._TorchCompileInductorWrapper(mode, theirs, dynamic)
     return config, dict(wrapper.config)
+
+
+def _ours(backend: Any, kwargs: Mapping[str, Any]) -> natten_calls.Compile | None:
+    """Wrong options are the backend's to complain about, when it is called with them."""
+    if backend is not ltx_backend:
+        return None
+    config, _ = split_options(kwargs.get("mode"), kwargs.get("options"), kwargs.get("dynamic"))
+    return natten_calls.Compile(config, device_kernels())
+
+
+natten_calls.install(ltx_backend, _ours)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves
 
+from ltx_inductor import natten_calls
 from ltx_inductor.backend import split_options
+from ltx_inductor.config import Config
 from ltx_inductor.joint_pass import LtxPass, StrictError, flatten, rewrite
 from ltx_inductor.kernel_needs import assumed_kernels
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, RewriteReport
@@ -75,6 +78,7 @@ def explain(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     inference = _is_inference(_uncompiled(model), args, kwargs)
     with (
+        _natten_calls_in(backend, config),
         torch.set_grad_enabled(torch.is_grad_enabled() and not inference),
         torch.random.fork_rng(devices=devices),
     ):  # the run draws from the generators, and leaves them as they were
@@ -82,6 +86,17 @@ def explain(
     if lost:
         raise LostFusionError(str(lost[0]))
     return RewriteReport(numbered(found), remarks=[_FOR_INFERENCE] if inference else [])
+
+
+@contextlib.contextmanager
+def _natten_calls_in(backend: Any, config: Config) -> Iterator[None]:
+    token = object()
+    asked = natten_calls.Compile(config, assumed_kernels())
+    natten_calls.install(token, lambda other, _: asked if other is backend else None)
+    try:
+        yield
+    finally:
+        natten_calls.remove(token)
 
 
 def _is_inference(model: Any, args: Any, kwargs: Any) -> bool:

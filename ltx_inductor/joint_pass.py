@@ -19,7 +19,7 @@ from ltx_inductor import session
 from ltx_inductor.cache_id import cache_id
 from ltx_inductor.config import Config
 from ltx_inductor.kernel_needs import Remembering, device_kernels
-from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal
+from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, RewriteReport
 
 log = logging.getLogger("ltx_inductor")
 GraphPass = Callable[[fx.Graph], Any]
@@ -33,11 +33,19 @@ class StrictError(LostFusionError, ShortenTraceback):
 
 
 def rewrite(graph: fx.Graph, config: Config, kernels: Any) -> GraphReport:
-    """Rewrites `graph` in place. Raises StrictError under `strict`; any other error is logged and reported."""
+    """Rewrites `graph` in place. Raises StrictError under `strict`; any other error is logged and reported.
+
+    The report begins with what was told while the graph was traced.
+    """
     from ltx_inductor.rewrite import passes
 
+    told = session.take_told()
     try:
-        return passes.rewrite_graph(graph, config, kernels=kernels)
+        report = passes.rewrite_graph(graph, config, kernels=kernels)
+        report.refusals[:0] = told
+        if config.strict and told:
+            raise LostFusionError(f"strict: something was left alone\n{RewriteReport([report])}")
+        return report
     except LostFusionError as error:
         raise StrictError(str(error)) from error
     except Exception as error:
@@ -45,7 +53,7 @@ def rewrite(graph: fx.Graph, config: Config, kernels: Any) -> GraphReport:
         graph.lint()
         reason = f"an internal error of ltx_inductor, {type(error).__name__}: {error}"
         hint = "please report it, with the log of TORCH_LOGS=+ltx_inductor"
-        return GraphReport([], [Refusal(", ".join(config.rules), reason, hint=hint)], len(graph.nodes))
+        return GraphReport([], [*told, Refusal(", ".join(config.rules), reason, hint=hint)], len(graph.nodes))
 
 
 class LtxPass(CustomGraphPass):

@@ -17,13 +17,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.callback import callback_handler
 from torch._inductor import config as inductor_config
 
 import ltx_inductor.ops.rope  # noqa: F401  (a graph out of a cache finds its ops)
+from ltx_inductor import natten_calls
 from ltx_inductor.config import PREFIX, Config, from_environment
 from ltx_inductor.joint_pass import LtxPass, flatten, with_ours, without_ours
+from ltx_inductor.kernel_needs import device_kernels
 
 _lock = threading.RLock()
 _active: list[tuple[object, Config]] = []  # who asked for the pass, and how; the last one's options count
@@ -116,11 +119,28 @@ def _sync() -> None:
     old = inductor_config.joint_custom_pre_pass
     if _active:
         _install_callbacks()
+        natten_calls.install(_EXPLICIT, _ours)
         inductor_config.joint_custom_pre_pass = with_ours(old, RegisteredPass())
         return
+    natten_calls.remove(_EXPLICIT)
     new = without_ours(old)
     if new is not old:
         inductor_config.joint_custom_pre_pass = new
+
+
+def _ours(backend: Any, _: Mapping[str, Any]) -> natten_calls.Compile | None:
+    """Every compile with Inductor is ours while somebody is registered; where a custom backend ends, nobody knows."""
+    config = current_config()
+    if config is None or not (isinstance(backend, torch._TorchCompileInductorWrapper) or backend in _inductors()):
+        return None
+    return natten_calls.Compile(config, device_kernels())
+
+
+def _inductors() -> tuple[Any, ...]:
+    from torch._dynamo.backends.inductor import inductor
+    from torch._inductor.compile_fx import compile_fx
+
+    return inductor, compile_fx
 
 
 def _install_callbacks() -> None:

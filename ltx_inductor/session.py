@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from ltx_inductor import kernel_needs, report_store
-from ltx_inductor.rewrite.report import GraphReport, RewriteReport
+from ltx_inductor.rewrite.report import GraphReport, Refusal, RewriteReport
 
 log = logging.getLogger("ltx_inductor")
 _KEPT_COMPILES = 16
@@ -114,6 +114,8 @@ _lock = threading.RLock()
 _compiles: dict[object, _Compile] = {}  # the newest last
 _by_graph: weakref.WeakKeyDictionary[fx.GraphModule, BackendCall] = weakref.WeakKeyDictionary()
 _local = threading.local()
+_told: list[tuple[object, Refusal]] = []  # by compiled callable, from tracing until the pass takes them
+_KEPT_TOLD = 256
 
 
 def last_report() -> RewriteReport:
@@ -142,6 +144,7 @@ def backend_call(gm: fx.GraphModule, example_inputs: Sequence[Any], pass_id: str
         yield call
         with _lock:
             call.settle()
+        take_told()  # where a cache answered, the kept report tells it
     except BaseException as error:
         call.settled = True
         call.notes.append(f"the compile of one graph ended with {type(error).__name__}; see that error")
@@ -155,6 +158,24 @@ def deliver(report: GraphReport, needs: Sequence[dict[str, Any]] = ()) -> None:
     call = getattr(_local, "call", None) or _observed(None)
     with _lock:
         call.add(report, needs)
+
+
+def tell(refusal: Refusal) -> None:
+    """From tracing: something was left alone before there was a graph. Dynamo traces twice; it is told once."""
+    key = _compiled_callable()
+    with _lock:
+        if not any(k is key and (r.reason, r.source) == (refusal.reason, refusal.source) for k, r in _told):
+            _told.append((key, refusal))
+            del _told[:-_KEPT_TOLD]
+
+
+def take_told() -> list[Refusal]:
+    """What was told while the callable that is being compiled was traced, once."""
+    key = _compiled_callable()
+    with _lock:
+        mine = [r for k, r in _told if k is key]
+        _told[:] = [(k, r) for k, r in _told if k is not key]
+    return mine
 
 
 def observe(pass_id: str | None) -> None:
