@@ -50,9 +50,11 @@ _PLAIN_ATTENTION = ("hopper_fmha_forward", "blackwell_fmha_forward", "fmha_forwa
 def natten_calls(view: GraphView) -> Iterator[NeighborhoodCall | Miss]:
     """Every call of one of NATTEN's forward ops in 3D, and of its plain attention."""
     for n in view.graph.nodes:
-        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n not in view.live:
+        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
             continue
         name = _name(n.target)
+        if not name or n not in view.live:
+            continue
         try:
             if name in ("hopper_na3d_forward", "blackwell_na3d_forward"):
                 yield _permuted(view, n)

@@ -47,6 +47,9 @@ def run(job: Job) -> None:
             job.refuse(view.order[found.node], found.node, found.why, found.certain)
         else:
             calls.append(found)
+    if not calls:
+        job.finish()
+        return
     calls.sort(key=lambda call: view.order[call.result])
     rewriter = _Rewriter(job, view, calls)
     for call in calls:

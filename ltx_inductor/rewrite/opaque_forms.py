@@ -26,12 +26,14 @@ _OTHERS = "ltx_core::na_attention_"
 @reader
 def opaque_calls(view: GraphView) -> Iterator[NeighborhoodCall | Miss]:
     for n in view.graph.nodes:
-        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n not in view.live:
+        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
             continue
         name: str = n.target._schema.name
         if name not in _FORMS:
-            if name.startswith(_OTHERS):
+            if name.startswith(_OTHERS) and n in view.live:
                 yield Miss(n, Refuse(f"{name} is another attention than that of a query to its window", hint=_LEFT))
+            continue
+        if n not in view.live:
             continue
         expected, scale = _FORMS[name]
         args = bound_arguments(n)
