@@ -62,22 +62,22 @@ def prepare(
             return missing
         _ready.add(device)
         try:  # a first call loads the module: not allowed inside a graph capture
-            _first_call(dtype, device)
+            _first_call(dtype, torch.device("cuda", device))
+            torch.cuda.synchronize(device)
         except Exception as error:
             _ready.discard(device)
             return f"the neighborhood-attention kernel with NATTEN's bits cannot be loaded: {_first_line(error)}"
     return None
 
 
-def _first_call(dtype: torch.dtype, device: int) -> None:
+def _first_call(dtype: torch.dtype, device: torch.device) -> None:
     """On real tensors: a graph is being compiled around us, under a fake-tensor mode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
-        small = torch.zeros((1, 4, 4, 4, 1, HEAD_DIM), dtype=dtype, device=f"cuda:{device}")
+        small = torch.zeros((1, 4, 4, 4, 1, HEAD_DIM), dtype=dtype, device=device)
         launch(small, small, small, (3, 3, 3), 1.0)
-        torch.cuda.synchronize(device)
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: tuple[int, int, int], scale: float) -> Tensor:

@@ -74,3 +74,17 @@ def test_the_tilelang_program_compiles_for_hopper(
     for part in ("ltx_fna::softmax<8, true>", "ltx_fna::softmax<5, false>", "wgmma_rs", "tma_load", "ltx_fna::store"):
         assert part in source
     assert any((tmp_path / "tilelang").rglob("*")), "TileLang keeps the kernel beside ours"
+
+
+def test_the_first_call_is_on_real_tensors_while_a_graph_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass asks for a kernel under the compile's fake-tensor mode, and TileLang wants addresses."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(fna_exact, "launch", lambda q, k, v, window, scale: seen.extend((q, k, v)))
+    with FakeTensorMode():
+        fna_exact._first_call(torch.bfloat16, torch.device("cpu"))
+        assert isinstance(torch.zeros(1), FakeTensor)
+    assert len(seen) == 3
+    assert not any(isinstance(t, FakeTensor) for t in seen)
+    assert all(t.data_ptr() for t in seen)
