@@ -8,6 +8,8 @@
  *   rope_launch(handle, stream, path, q, k|None, q_weight|None, k_weight|None, q_cos, q_sin, k_cos|None, k_sin|None,
  *               q_out, k_out|None, q_eps, k_eps, q_heads, k_heads) -> status
  *   rope_serve(handle, device, contract address)  from now on the ops' own kernel launches it too (torch_dispatch.h)
+ *   rope_unserve(handle)                          and from now on not any more
+ *   rope_counted() -> address of what was launched that way: {calls, bytes} of one side, and of two
  *   rope_register(namespace address, key address, tuple address) -> 1 if it now is the ops' kernel
  * status: 0 launched; 1 run the reference: eager would sum in another order (contiguous x or weight off a multiple of 4
  * elements), or eps is so small that the kernel's division could show; 2 copy the weights to aligned, contiguous memory and call again. Bad arguments raise ValueError. */

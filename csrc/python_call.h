@@ -84,6 +84,7 @@ static int launch_prepared(const Prepared* p, PyObject* const* args) {
   }
   if (c->device_type == kDLCPU) {
     record(&a);
+    tally(c, &a);
     return 1;
   }
   if (p->dlpack->current_work_stream(kDLCUDA, a.q->device.device_id, &stream)) {
@@ -93,6 +94,7 @@ static int launch_prepared(const Prepared* p, PyObject* const* args) {
   thread = PyEval_SaveThread(); /* a launch waits while the device's queue is full */
   failed = start(c, &a, PATH_AUTO, stream);
   PyEval_RestoreThread(thread);
+  if (!failed) tally(c, &a);
   return !failed;
 }
 

@@ -94,6 +94,17 @@ EXPORT int __tvm_ffi_rope_serve(void* self, const TVMFFIAny* a, int32_t n, TVMFF
   return 0;
 }
 
+/* From now on the configuration is not launched from here any more. */
+EXPORT int __tvm_ffi_rope_unserve(void* self, const TVMFFIAny* a, int32_t n, TVMFFIAny* result) {
+  Served* s;
+  (void)self;
+  if (n != 1) return fail("ValueError", "rope_unserve takes a handle");
+  for (s = __atomic_load_n(&served, __ATOMIC_ACQUIRE); s; s = s->next)
+    if (s->config == (Config*)(intptr_t)a[0].v_int64) __atomic_store_n(&s->device, -2, __ATOMIC_RELEASE);
+  result->type_index = kTVMFFIInt, result->zero_padding = 0, result->v_int64 = 0;
+  return 0;
+}
+
 static Config* find(const Call* a, const char* contract, int bhsd) {
   const int device = a->q->device.device_type == kDLCUDA ? a->q->device.device_id : -1;
   const int per_head = a->q->ndim == 4, shared = a->k && !a->k_cos && a->q_heads == a->k_heads;
@@ -193,6 +204,34 @@ static struct {
 } recorded;
 static void record(const Call* a) { recorded.params = a->params, recorded.vectors = a->vectors, ++recorded.calls; }
 
+/* What was launched from here, of one side and of two: calls, and bytes of the tensors read and written, each element
+ * once. Read by kernels/counts.py. */
+static struct {
+  int64_t calls, bytes;
+} counted[2];
+
+static int64_t bytes_of(const DLTensor* t) {
+  int64_t n = t ? t->dtype.bits / 8 : 0;
+  int i;
+  for (i = 0; t && i < t->ndim; ++i) n *= t->strides && !t->strides[i] ? 1 : t->shape[i];
+  return n;
+}
+
+static void tally(const Config* c, const Call* a) {
+  const DLTensor* const inputs[] = {a->q, a->q_weight, a->q_cos, a->q_sin, a->k, a->k_weight, a->k_cos, a->k_sin};
+  int64_t bytes = (c->out_f32 ? 2 : 1) * (bytes_of(a->q) + bytes_of(a->k)); /* the outputs */
+  size_t i;
+  for (i = 0; i < sizeof inputs / sizeof *inputs; ++i) bytes += bytes_of(inputs[i]);
+  __atomic_fetch_add(&counted[a->k != NULL].calls, 1, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&counted[a->k != NULL].bytes, bytes, __ATOMIC_RELAXED);
+}
+
+EXPORT int __tvm_ffi_rope_counted(void* self, const TVMFFIAny* a, int32_t n, TVMFFIAny* result) {
+  (void)self, (void)a, (void)n;
+  result->type_index = kTVMFFIInt, result->zero_padding = 0, result->v_int64 = (int64_t)(intptr_t)&counted;
+  return 0;
+}
+
 /* The outputs of a call, launched; 0 where it was not, and out then holds nothing. */
 static int serve(Call* a, const char* contract, const char* layout, Tensor* out) {
   const int bhsd = strcmp(layout, "bhsd") == 0, sides = a->k ? 2 : 1;
@@ -209,11 +248,13 @@ static int serve(Call* a, const char* contract, const char* layout, Tensor* out)
   }
   if (ready && c->device_type == kDLCPU) {
     record(a);
+    tally(c, a);
     return 1;
   }
   ready = ready && !torch.current_stream(a->q->device.device_id, &stream) && !start(c, a, PATH_AUTO, stream);
   for (i = 0; i < sides && !ready; ++i)
     if (out[i]) torch.delete_tensor(out[i]), out[i] = NULL;
+  if (ready) tally(c, a);
   return ready;
 }
 

@@ -14,6 +14,7 @@ from ltx_inductor.rewrite.report import LostFusionError, Refusal, RewriteReport,
 if TYPE_CHECKING:
     from ltx_inductor.backend import ltx_backend
     from ltx_inductor.explainer import explain
+    from ltx_inductor.kernels.counts import stats
     from ltx_inductor.registration import enabled, register, unregister
     from ltx_inductor.session import last_report
 
@@ -25,6 +26,7 @@ _LAZY = {
     "unregister": "registration",
     "enabled": "registration",
     "last_report": "session",
+    "stats": "kernels.counts",
 }
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "last_report",
     "ltx_backend",
     "register",
+    "stats",
     "unregister",
 ]
 

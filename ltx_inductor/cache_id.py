@@ -35,7 +35,7 @@ def cache_id(config: Config) -> str:
         f"ltx_inductor {__version__}",
         f"torch {torch.__version__}",
         f"rules {config.rules} cpu {config.cpu} strict {config.strict} exact {config.exact} "
-        f"trust {config.trust_block_mask}",
+        f"trust {config.trust_block_mask} verify {config.verify}",
         source_digest(),
         kernel_digest(),
         f"kernels can be built: {_can_build()}",

@@ -1,4 +1,4 @@
-"""python -m ltx_inductor doctor|explain|diff|build|bench|demo"""
+"""python -m ltx_inductor doctor|explain|diff|build|bench|replay|demo"""
 
 from __future__ import annotations
 
@@ -73,9 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(run=_bench)
 
+    replay = commands.add_parser("replay", help="run a kept wrong result again; 1 if kernel and eager still differ")
+    replay.add_argument("file", help="as the message about it says, in the kernel cache")
+    replay.set_defaults(run=_replay)
+
     demo = commands.add_parser("demo", help="compile a small LTX-2 transformer of diffusers and look at it")
     demo.set_defaults(run=_demo)
-    for command in (doctor, explain, diff, build, bench, demo):
+    for command in (doctor, explain, diff, build, bench, replay, demo):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -182,6 +186,22 @@ def _bench(console: Console, arguments: argparse.Namespace) -> int:
         if found["measured"]:
             console.print(_plain(f"JSON and plots: {arguments.out}"))
     return int(not found["measured"])
+
+
+def _replay(console: Console, arguments: argparse.Namespace) -> int:
+    from ltx_inductor.replay import ReplayError, replay
+
+    try:
+        found = replay(arguments.file)
+    except ReplayError as error:
+        raise UsageError(str(error)) from None
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        recorded, here = (", ".join(f"{k} {v}" for k, v in found[w].items()) for w in ("recorded", "here"))
+        console.print(_plain(f"{found['op']}: {found['differing']} of {found['elements']} elements differ from eager"))
+        console.print(_plain(f"kept with {recorded}; run with {here}"))
+    return int(found["differing"] > 0)
 
 
 def _build(console: Console, arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 PREFIX = "ltx_inductor."
 RULES = ("rmsnorm_split_rope", "neighborhood_attention")
+VERIFY = ("first", "always", "off")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -28,6 +29,8 @@ class Config:
              has NATTEN's, and is refused where there is none. The other rule has eager's bits anyway.
     trust_block_mask: take the BlockMask of a FlexAttention for what create_block_mask makes of its mask_mod, where
              the graph does not show that it is, because it comes in as an input.
+    verify:  when a kernel is compared with eager: "first", before its first use on a device and torch version;
+             "always", at every call too, where a difference turns it off (to debug; the RoPE ops, not na3d); or "off".
     """
 
     rules: tuple[str, ...] = RULES
@@ -36,6 +39,7 @@ class Config:
     dump: str | None = None
     exact: bool = False
     trust_block_mask: bool = False
+    verify: str = "first"
 
     def __post_init__(self) -> None:
         unknown = [r for r in self.rules if r not in RULES]
@@ -43,6 +47,8 @@ class Config:
             raise ValueError(
                 f"rules={list(self.rules)!r}: {unknown[0]!r} is not a rule; the rules are: {', '.join(RULES)}"
             )
+        if self.verify not in VERIFY:
+            raise ValueError(f"verify={self.verify!r}: expected one of {', '.join(VERIFY)}")
 
     def with_options(self, options: Mapping[str, Any]) -> Config:
         """A copy with the `ltx_inductor.*` keys of `options` applied; other keys are ignored.
@@ -72,13 +78,17 @@ def _checked(name: str, value: Any) -> Any:
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise TypeError(f"option {key}={value!r}: expected a folder path or None")
         return None if value is None else os.fspath(value)
+    if name == "verify":
+        if not isinstance(value, str):
+            raise TypeError(f"option {key}={value!r}: expected one of {', '.join(VERIFY)}")
+        return value
     if not isinstance(value, bool):
         raise TypeError(f"option {key}={value!r}: expected True or False")
     return value
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Config:
-    """The defaults as LTX_INDUCTOR_CPU, _STRICT, _EXACT (0/1) and LTX_INDUCTOR_DUMP (a folder) set them."""
+    """The defaults as LTX_INDUCTOR_CPU, _STRICT, _EXACT (0/1), _DUMP (a folder) and _VERIFY set them."""
     env = os.environ if environ is None else environ
     return Config(
         cpu=flag(env, "LTX_INDUCTOR_CPU"),
@@ -86,6 +96,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Config:
         exact=flag(env, "LTX_INDUCTOR_EXACT"),
         trust_block_mask=flag(env, "LTX_INDUCTOR_TRUST_BLOCK_MASK"),
         dump=env.get("LTX_INDUCTOR_DUMP") or None,
+        verify=env.get("LTX_INDUCTOR_VERIFY", "").strip().lower() or "first",
     )
 
 

@@ -18,11 +18,15 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ltx_inductor import session
 from ltx_inductor.cache_id import cache_id
 from ltx_inductor.config import Config
-from ltx_inductor.kernel_needs import Remembering, device_kernels
+from ltx_inductor.kernel_needs import NoKernels, Remembering, device_kernels
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, RewriteReport
 
 log = logging.getLogger("ltx_inductor")
 GraphPass = Callable[[fx.Graph], Any]
+_PACKAGE = (
+    "this graph is compiled by AOTInductor, whose packages run in processes that have neither our ops nor our kernels; "
+    "torch.compile is rewritten"
+)
 
 
 class StrictError(LostFusionError, ShortenTraceback):
@@ -63,7 +67,7 @@ class LtxPass(CustomGraphPass):
         self.config = config
 
     def __call__(self, graph: fx.Graph) -> None:
-        kernels = Remembering(device_kernels())
+        kernels = Remembering(_for_a_package() or device_kernels(self.config.verify != "off"))
         session.deliver(rewrite(graph, self.config, kernels), kernels.needs)
         _lower_directly()
 
@@ -81,6 +85,12 @@ class LtxPass(CustomGraphPass):
 
     def __hash__(self) -> int:
         return hash(self.config)
+
+
+def _for_a_package() -> Any:
+    from torch._inductor.virtualized import V
+
+    return NoKernels(_PACKAGE) if V.aot_compilation else None
 
 
 @functools.cache

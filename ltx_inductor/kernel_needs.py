@@ -17,12 +17,12 @@ import torch
 log = logging.getLogger("ltx_inductor")
 
 
-def device_kernels() -> Any:
+def device_kernels(prove: bool = True) -> Any:
     """The kernels of this process's devices: looked up, built if need be, and proved, while they are asked for."""
     from ltx_inductor.kernels.choice import DeviceKernels
     from ltx_inductor.ops import na3d, rope
 
-    return DeviceKernels(rope.reference, na3d.reference)
+    return DeviceKernels(rope.reference, na3d.reference, prove)
 
 
 def assumed_kernels() -> Any:
@@ -30,6 +30,22 @@ def assumed_kernels() -> Any:
     from ltx_inductor.kernels.choice import AssumedKernels
 
     return AssumedKernels()
+
+
+class NoKernels:
+    """Where nothing may be rewritten, whatever the device; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def refusal(self, need: Any) -> str | None:
+        return self._reason
+
+    def note(self, need: Any) -> str | None:
+        return None
+
+    def proof(self, need: Any) -> str:
+        return self._reason
 
 
 class Remembering:

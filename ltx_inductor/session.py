@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from ltx_inductor import kernel_needs, report_store
+from ltx_inductor.ops import verified
 from ltx_inductor.rewrite.report import GraphReport, Refusal, RewriteReport
 
 log = logging.getLogger("ltx_inductor")
@@ -94,7 +95,7 @@ class _Compile:
         for call in self.calls:
             call.settle()
         graphs = numbered(g for call in self.calls for g in call.graphs)
-        notes = list(dict.fromkeys(note for call in self.calls for note in call.notes))
+        notes = list(dict.fromkeys([*(note for call in self.calls for note in call.notes), *verified.notes]))
         return RewriteReport(graphs, any(c.cached for c in self.calls), notes)
 
 

@@ -304,7 +304,7 @@ def test_a_compile_asks_for_the_kernels_of_an_earlier_one(monkeypatch):
     """Whether or not the caches answer then; the pass itself is not on the road any more when they do."""
     kernels = FakeKernels()
     monkeypatch.setattr(kernel_needs, "device_kernels", lambda: kernels)
-    monkeypatch.setattr("ltx_inductor.joint_pass.device_kernels", lambda: kernels)
+    monkeypatch.setattr("ltx_inductor.joint_pass.device_kernels", lambda prove: kernels)
 
     def asking(graph, config, kernels=None):
         kernels.refusal(need(80))

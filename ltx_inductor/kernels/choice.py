@@ -17,6 +17,7 @@ import torch
 from ltx_inductor.kernels import fna, fna_gate, gate, rope
 
 _ROPE, _NEIGHBORHOOD = "rmsnorm_split_rope", "neighborhood_attention"
+_NOT_PROVED = "not compared with eager on this device: verify is off"
 ASSUMED_ARCH = (9, 0)  # what a report about a CPU graph assumes: an H100 or H200
 
 
@@ -50,19 +51,20 @@ class Family(Protocol):
 
 
 class _Rope:
-    """Kernels that have eager's bits; `reference` is the eager chain."""
+    """Kernels that have eager's bits; `reference` is the eager chain. prove: compare with it before the first use."""
 
-    def __init__(self, reference: Callable[..., torch.Tensor] | None = None) -> None:
-        self._reference = reference
+    def __init__(self, reference: Callable[..., torch.Tensor] | None = None, prove: bool = True) -> None:
+        self._reference, self._prove = reference, prove
 
     def unsupported(self, need: Any, arch: tuple[int, int]) -> str | None:
         return rope.unsupported(arch=arch, **_rope_facts(need))
 
     def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
         assert self._reference is not None
-        return rope.prepare(
-            arch, **_rope_facts(need), layout=need.layout, shared=need.shared, device=device
-        ) or gate.refusal(need, device, self._reference)
+        missing = rope.prepare(arch, **_rope_facts(need), layout=need.layout, shared=need.shared, device=device)
+        if missing is not None or not self._prove:
+            return missing
+        return gate.refusal(need, device, self._reference)
 
     def on_the_cpu(self, need: Any, assumed: bool) -> str | None:
         return None
@@ -70,21 +72,21 @@ class _Rope:
     def proof(self, need: Any, device: int | None) -> str:
         if device is None:
             return "on the CPU the op runs its reference: the eager chain, op by op"
-        return gate.proof(need, device)
+        return gate.proof(need, device) if self._prove else _NOT_PROVED
 
 
 class _Neighborhood:
     """Kernels with NATTEN's accuracy, or with its bits where `exact` is asked for; `reference` is the op's, in fp32."""
 
-    def __init__(self, reference: Callable[..., torch.Tensor] | None = None) -> None:
-        self._reference = reference
+    def __init__(self, reference: Callable[..., torch.Tensor] | None = None, prove: bool = True) -> None:
+        self._reference, self._prove = reference, prove
 
     def unsupported(self, need: Any, arch: tuple[int, int]) -> str | None:
         return fna.unsupported(arch=arch, **_neighborhood_facts(need))
 
     def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
         missing = fna.prepare(arch, **_neighborhood_facts(need), device=device)
-        if missing is not None or need.exact:
+        if missing is not None or need.exact or not self._prove:
             return missing
         assert self._reference is not None
         return fna_gate.refusal(need.kernel_size, device, self._reference)
@@ -103,6 +105,8 @@ class _Neighborhood:
             return "schedule exact: NATTEN's bits (docs/kernels-fna-exact.md says on what they were compared)"
         if self._reference is None:
             return "schedule fast: NATTEN's accuracy, not its bits"
+        if not self._prove:
+            return f"schedule fast: NATTEN's accuracy, not its bits; {_NOT_PROVED}"
         found = fna_gate.verdict(need.kernel_size, device, self._reference)
         worst = max(found["errors"].values())
         return (
@@ -115,17 +119,18 @@ class DeviceKernels:
     """Kernels of this process's devices; the references on the CPU.
 
     reference, neighborhood_reference: those of the RoPE ops and of na3d, which kernels are compared with before their
-    first use.
+    first use. prove: whether they are (option verify="off").
     """
 
     def __init__(
         self,
         reference: Callable[..., torch.Tensor],
         neighborhood_reference: Callable[..., torch.Tensor] | None = None,
+        prove: bool = True,
     ) -> None:
         self._families: dict[str, Family] = {
-            _ROPE: _Rope(reference),
-            _NEIGHBORHOOD: _Neighborhood(neighborhood_reference),
+            _ROPE: _Rope(reference, prove),
+            _NEIGHBORHOOD: _Neighborhood(neighborhood_reference, prove),
         }
 
     def refusal(self, need: Need) -> str | None:

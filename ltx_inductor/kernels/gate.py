@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import rope, store
+from ltx_inductor.kernels import counts, repro, rope, store
+from ltx_inductor.kernels.repro import differing
 from ltx_inductor.kernels.sources import source_digest
 
 ELEMENTS = 1 << 20  # at least this many per tensor
+_OPS = ("rmsnorm_split_rope", "qk_rmsnorm_split_rope")
 log = logging.getLogger("ltx_inductor")
 _lock = threading.Lock()
 _verdicts: dict[str, str | None] = {}
@@ -106,24 +108,16 @@ def _compare(need: Any, device: int, reference: Callable[..., Tensor], path: Pat
         record["refusal"] = f"the kernel for contract {need.contract} declined aligned, contiguous inputs"
         return record
     wrong = sum(differing(g, reference(s, *args)) for g, s in zip(got, sides, strict=True))
+    counts.checked(_OPS[need.shared], record["elements"], wrong)
     if wrong:
-        repro = path.with_suffix(".pt")
-        repro.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"x": [s.cpu() for s in sides], "weight": weight.cpu(), "cos": cos.cpu(), "sin": sin.cpu()}, repro)
+        two = (*sides, weight, weight, cos, sin, None, None, 1e-6, 1e-6, heads, heads, *args[5:])
         record["refusal"] = (
             f"the kernel for contract {need.contract} differs from eager in {wrong} of {record['elements']} elements "
-            f"on {record['device']} with torch {torch.__version__}, so it is not used; inputs: {repro.name} in the "
-            "proofs folder of the kernel cache (python -m ltx_inductor doctor says where)"
+            f"on {record['device']} with torch {torch.__version__}, so it is not used; "
+            + repro.save(_OPS[need.shared], two if need.shared else (x, *args))
         )
         log.error(record["refusal"])
     return record
-
-
-def differing(a: Tensor, b: Tensor) -> int:
-    """How many elements differ as integers; any NaN equals any NaN, since eager does not define its payload."""
-    ints = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    same = (a.view(ints) == b.view(ints)) | (a.isnan() & b.isnan())
-    return int((~same).sum())
 
 
 def draw(need: Any, heads: int, tokens: int, device: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

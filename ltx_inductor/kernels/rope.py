@@ -11,14 +11,14 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build
+from ltx_inductor.kernels import build, counts
 
 # What may be forced on a launch, for tests and benchmarks: let the launcher choose; one CTA per token (q and k
 # together); one CTA per row; the any-stride kernel.
@@ -138,6 +138,7 @@ def unsupported(
 _lock = threading.Lock()
 _images: dict[tuple[str, Spec], bytes] = {}  # (arch number, spec) -> cubin
 _handles: dict[tuple[int, Spec], int] = {}  # (device, spec) -> the launcher's handle
+_off: dict[tuple[int, Spec], str] = {}  # (device, spec) -> why it must not run
 _plans: dict[tuple[Any, ...], _Plan] = {}  # shapes, dtypes, device, heads, contract, layout -> how to launch
 _MAX_PLANS = 4096
 
@@ -175,6 +176,8 @@ def prepare(
     if reason is not None:
         return reason
     spec = Spec(contract, dtype, table_dtype, head_dim, head_dim if per_head else hidden, per_head, layout, shared)
+    if device is not None and (device, spec) in _off:
+        return _off[device, spec]
     number = build.arch_number(arch)
     try:
         if (number, spec) not in _images:
@@ -197,6 +200,7 @@ def _library() -> Any:
     import tvm_ffi
 
     library = tvm_ffi.load_module(str(build.launcher()))
+    counts.watch(library.get_function("rope_counted")())
     _take_over(library)
     return library
 
@@ -312,6 +316,8 @@ def _plan(
     if reason is not None:
         raise ValueError(reason)
     spec = Spec(contract, x.dtype, cos.dtype, head_dim, width, per_head, layout, shared)
+    if (device, spec) in _off:
+        raise KernelNotReadyError(_off[device, spec])
     number = build.arch_number(arch)
     if (number, spec) not in _images:
         try:
@@ -427,6 +433,21 @@ def launch_pair(
         qw, kw = (None if w is None else _aligned(w) for w in (q_weight, k_weight))
         return launch_pair(q, k, qw, kw, *tables, *numbers, contract, layout, path)
     return None
+
+
+def turn_off(args: Sequence[Any], sentence: str) -> None:
+    """No configuration that a call of an op with these arguments may use is launched any more; `sentence`: why."""
+    sides = [t for t in args[: 2 if len(args) > 8 else 1] if isinstance(t, Tensor)]
+    cos, contract, layout = args[4] if len(sides) == 2 else args[2], *args[-2:]
+    for x in sides:
+        for shared in (False, True):
+            spec = Spec(contract, x.dtype, cos.dtype, 2 * cos.size(-1), x.size(-1), x.dim() == 4, layout, shared)
+            with _lock:
+                key = (x.get_device(), spec)
+                _off[key] = sentence
+                if key in _handles:
+                    _library().get_function("rope_unserve")(_handles[key])
+    _plans.clear()
 
 
 def _aligned(weight: Tensor) -> Tensor:

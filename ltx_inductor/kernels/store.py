@@ -13,13 +13,14 @@ Damage. Every artefact ends in a seal: the SHA-256 of what comes before it, and 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+log = logging.getLogger("ltx_inductor")
 LOCK_TIMEOUT_S = 300.0
 _MAGIC = b"LTXSEAL1"
 _SEAL = hashlib.sha256().digest_size + len(_MAGIC)
@@ -84,8 +85,12 @@ def read_or_build(path: Path, build: Callable[[], bytes], timeout_s: float = LOC
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(str(path) + ".lock")
-    with contextlib.suppress(filelock.Timeout):  # see Concurrency
+    try:
         lock.acquire(timeout=timeout_s)
+    except filelock.Timeout:  # see Concurrency
+        log.warning(
+            "another process has held the lock %s.lock for %g s and may hang: building without it", path, timeout_s
+        )
     try:
         payload = read(path)  # whoever held the lock may have built it
         if payload is None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx_inductor.kernels import counts
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -133,6 +134,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: fl
 
 def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: float, exact: bool = False) -> Tensor:
     if not q.is_cuda:
+        counts.called("na3d", "reference")
         return reference(q, k, v, kernel_size, scale)
     from ltx_inductor.kernels import fna  # late: `import ltx_inductor` is to be light
 
@@ -141,9 +143,12 @@ def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: flo
     missing = _unsupported(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[-1], window, exact)
     if missing is None:
         try:
-            return fna.launch(q, k, v, window, scale, exact)
+            out = fna.launch(q, k, v, window, scale, exact)
+            counts.called("na3d", "kernel", (q, k, v, out))
+            return out
         except KernelNotReadyError as error:
             missing = str(error)
+    counts.called("na3d", "refused")
     _without_kernel(missing, exact)
     return reference(q, k, v, kernel_size, scale)
 

@@ -14,12 +14,15 @@ device. On CUDA the kernel runs; the reference only where the kernel says that e
 Who runs it: once the launcher is loaded, the ops' CUDA kernel is a C function of it (csrc/torch_dispatch.h). What that
 one does not serve (a kernel that is not loaded, the reference, errors) it hands to the `_slow` ops below. Before, and
 on a torch that lacks what it takes, CUDA tensors come to the same functions directly.
+
+A contract may end in "+verify": the kernel's result is then compared with the reference's (see verified.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +31,9 @@ import torch
 from torch import Tensor
 
 from ltx_inductor.contract import Contract, lookup
+from ltx_inductor.kernels import counts
 from ltx_inductor.kernels import rope as kernel
+from ltx_inductor.ops import verified
 
 LAYOUTS = ("bshd", "bhsd")
 _LIBRARY = torch.library.Library("ltx_inductor", "DEF")
@@ -69,7 +74,7 @@ def reference(
     layout: str = "bshd",
 ) -> Tensor:
     """The eager chain of `contract`; shapes as in the module's docstring."""
-    c = lookup(contract)
+    c = _lookup(contract)
     _check(x, weight, cos, sin, num_heads, layout, c)
     out = _rotate(_normalise(x, weight, eps, num_heads, c), cos, sin, c)  # [B, H, S, D]
     if c.narrow_result:
@@ -77,6 +82,10 @@ def reference(
     if layout == "bhsd":
         return out.contiguous()
     return out.transpose(1, 2).reshape(x.shape).contiguous()
+
+
+def _lookup(contract: str) -> Contract:
+    return lookup(verified.split(contract)[0])
 
 
 def _normalise(x: Tensor, weight: Tensor | None, eps: float, num_heads: int, c: Contract) -> Tensor:
@@ -151,7 +160,7 @@ def _fake(
     contract: str,
     layout: str = "bshd",
 ) -> Tensor:
-    c = lookup(contract)
+    c = _lookup(contract)
     _check(x, weight, cos, sin, num_heads, layout, c)
     dtype = x.dtype if c.narrow_result else torch.float32
     if layout == "bshd":
@@ -201,21 +210,32 @@ def _pair(side: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 reference_pair = _pair(reference)
 
 
-def _kernel_or(launch: str, chain: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel_or(op: str, launch: str, chain: Callable[..., Any]) -> Callable[..., Any]:
     """The op on CUDA tensors: the launch of that name, or the eager chain where it declines or is not ready."""
+    signature = inspect.signature(chain)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        *rest, contract, layout = given.args
+        plain, verify = verified.split(contract)
+        call = (*rest, plain, layout)
         try:
-            out = getattr(kernel, launch)(*args, **kwargs)
+            out = getattr(kernel, launch)(*call)
         except kernel.KernelNotReadyError as missing:
             _without_kernel(str(missing))
             out = None
-        return chain(*args, **kwargs) if out is None else out
+        if out is None:
+            counts.called(op, "refused")
+            return chain(*call)
+        counts.called(op, "kernel", (*call, *(out if isinstance(out, tuple) else (out,))))
+        return verified.compared(op, out, chain, call) if verify else out
 
     return run
 
 
-_on_cuda, _pair_on_cuda = _kernel_or("launch_single", reference), _kernel_or("launch_pair", reference_pair)
+_on_cuda = _kernel_or("rmsnorm_split_rope", "launch_single", reference)
+_pair_on_cuda = _kernel_or("qk_rmsnorm_split_rope", "launch_pair", reference_pair)
 
 
 @functools.cache
@@ -224,12 +244,18 @@ def _without_kernel(missing: str) -> None:
     warnings.warn(f"ltx_inductor: running the eager chain, several times slower: {missing}", stacklevel=3)
 
 
-def _single(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return (_on_cuda if x.is_cuda else reference)(x, *args, **kwargs)
+def _single(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if x.is_cuda:
+        return _on_cuda(x, *args, **kwargs)
+    counts.called("rmsnorm_split_rope", "reference")
+    return reference(x, *args, **kwargs)
 
 
-def _both(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return (_pair_on_cuda if q.is_cuda else reference_pair)(q, *args, **kwargs)
+def _both(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        return _pair_on_cuda(q, *args, **kwargs)
+    counts.called("qk_rmsnorm_split_rope", "reference")
+    return reference_pair(q, *args, **kwargs)
 
 
 def _slow(op: Callable[..., tuple[Tensor, ...]], results: int) -> Callable[..., tuple[Tensor, ...]]:

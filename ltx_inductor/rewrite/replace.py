@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
+from ltx_inductor.ops import verified
 from ltx_inductor.ops.rope import FAKES
 from ltx_inductor.rewrite.axes import Plan, SidePlan, result_axes
 from ltx_inductor.rewrite.digits import Refuse
@@ -95,10 +96,11 @@ class Replacer:
 
     Tables that several launches read in one form are written once, behind their root. Replaced chains are removed at
     once, but for nodes that a later launch may refer to; those go in `finish`.
+    verify: the ops compare every result with eager's.
     """
 
-    def __init__(self, view: GraphView, launches: Sequence[Launch]) -> None:
-        self.view = view
+    def __init__(self, view: GraphView, launches: Sequence[Launch], verify: bool = False) -> None:
+        self.view, self.verify = view, verify
         self._writer = Writer(view)
         self._pending = {n for launch in launches for s in launch.sides for n in input_nodes(s)}
         self._tables: dict[Plan, Node] = {}
@@ -143,7 +145,7 @@ class Replacer:
         weights = [_emit(w, p, like) if p else None for p in weight_plans]
         eps = [s.side.statistic.eps for s in sides]
         heads = [s.num_heads for s in sides]
-        last = (sides[0].side.contract.name, sides[0].layout)
+        last = (sides[0].side.contract.name + verified.SUFFIX * self.verify, sides[0].layout)
         ops = torch.ops.ltx_inductor
         if len(sides) == 1:
             args = (xs[0], weights[0], *cos_sin, eps[0], heads[0], *last)

@@ -45,7 +45,7 @@ def run(job: Job) -> None:
         else:
             kept.append(side)
     launches = pair_sides(view, kept)
-    replacer = Replacer(view, launches)
+    replacer = Replacer(view, launches, verify=job.config.verify == "always")
     pairs = 0
     drawings = Drawings(job.graph, view.order, len(job.report.drawings))
     for launch in launches:

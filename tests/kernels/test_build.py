@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -161,8 +162,29 @@ def test_the_digest_is_of_contents_not_of_paths(tmp_path: Path, monkeypatch: pyt
     shutil.copytree(sources.csrc_dir(), copy)
     monkeypatch.setattr(sources, "csrc_dir", lambda: copy)
     assert sources.source_digest.__wrapped__() == before
+    for file in copy.iterdir():
+        os.utime(file, (0, 0))
+    assert sources.source_digest.__wrapped__() == before
     (copy / "rope_math.cuh").write_text((copy / "rope_math.cuh").read_text() + "\n")
+    os.utime(copy / "rope_math.cuh", (0, 0))  # older than what was built from it
     assert sources.source_digest.__wrapped__() != before
+
+
+def test_a_forked_process_can_do_everything(tmp_path: Path) -> None:
+    """As the workers of a data loader or of a server are made: importing has started no thread and no CUDA context."""
+    code = """
+import os, threading, torch, ltx_inductor
+before = threading.active_count()
+pid = os.fork()
+assert threading.active_count() == before == 1
+x, t = torch.ones(1, 3, 64, dtype=torch.bfloat16), torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)
+torch.ops.ltx_inductor.rmsnorm_split_rope(x, None, t, t, 1e-6, 2, "bf16-chain")
+assert ltx_inductor.stats()["rmsnorm_split_rope"]["reference"] == 1
+assert not torch.cuda._is_in_bad_fork()
+if pid:
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_touches_neither_cuda_nor_tvm_ffi() -> None:

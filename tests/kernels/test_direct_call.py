@@ -6,6 +6,7 @@ been is recorded.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import compilers
+from ltx_inductor.kernels import compilers, rope
 from ltx_inductor.ops import rope_direct
 from tests.kernels.test_dispatch import (
     BF16,
@@ -81,8 +82,11 @@ def test_what_is_launched(
     q, k = x(2, 5), x(3, 7)
     (qc, qs), (kc, ks) = tables(5, table), tables(7, table, 3)
     a, b = out(q, result, layout), out(k, result, layout)
-    before = recorded.calls
+    before, counted = recorded.calls, (ctypes.c_int64 * 4).from_address(rope._library().get_function("rope_counted")())
+    old = list(counted)
     assert pair(a, b, q, k, w, None, qc, qs, kc, ks) is None
+    moved = sum(t.numel() * t.element_size() for t in (a, b, q, k, w, qc, qs, kc, ks))
+    assert [now - then for then, now in zip(old, counted, strict=True)] == [0, 0, 1, moved]
     expect(recorded.side[0], q, w, qc, qs, 1e-6, a)
     expect(recorded.side[1], k, None, kc, ks, 0.25, b)
     k, b = x(2, 5), out(q, result, layout)

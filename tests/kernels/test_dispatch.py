@@ -385,3 +385,20 @@ def test_the_launcher_takes_over_the_cuda_key() -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has("ltx_inductor::rmsnorm_split_rope", "CUDA") == (torch.version.cuda is not None)
     assert build.launcher().is_file()
+
+
+def test_launches_are_counted_and_a_configuration_can_be_taken_out(recorded: Recorded) -> None:
+    """Each in one call: what is taken out here is a configuration of its own, which no other test meets."""
+    library = rope._library()
+    counted = (ctypes.c_int64 * 4).from_address(library.get_function("rope_counted")())
+    x, (cos, sin) = torch.randn(1, 7, HEADS * D).to(FP16), tables(7, FP16)
+    handle = library.get_function("rope_open")(0, 0, D, HEADS * D, 0, 1, 0, 0, 0, 0, 0)
+    library.get_function("rope_serve")(handle, -1, rope._address("bf16-chain"))
+    before = list(counted)
+    out = single(x, None, cos[:, :1].expand(-1, HEADS, -1, -1), sin, 1e-6, HEADS, "bf16-chain")
+    assert out.shape == x.shape
+    moved = 2 * (2 * x.numel() + 7 * D // 2 + sin.numel())
+    assert [b - a for a, b in zip(before, counted, strict=True)] == [1, moved, 0, 0]
+    library.get_function("rope_unserve")(handle)
+    with pytest.raises(AssertionError, match="handed the call to Python"):
+        single(x, None, cos, sin, 1e-6, HEADS, "bf16-chain")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import signal
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import filelock
@@ -64,26 +67,85 @@ def test_a_lock_that_is_never_released_only_costs_time(tmp_path: Path) -> None:
     assert store.read(path) == b"payload"
 
 
-def _build_slowly(path: str, log: str) -> None:
-    def build() -> bytes:
-        with open(log, "a") as file:
-            file.write("built\n")
-        time.sleep(0.3)
-        return b"payload" * 1000
+PAYLOAD = b"payload" * 1000
+FORK = multiprocessing.get_context("fork")  # the children only touch files
 
-    assert store.read_or_build(Path(path), build) == b"payload" * 1000
+
+def _build_slowly(path: Path, seconds: float) -> None:
+    def build() -> bytes:
+        with open(path.parent / "log", "a") as file:
+            file.write("built\n")
+        time.sleep(seconds)
+        return PAYLOAD
+
+    assert store.read_or_build(path, build) == PAYLOAD
+
+
+def _started(path: Path, seconds: float) -> BaseProcess:
+    """A process that is in the middle of its build, and holds the lock."""
+    worker = FORK.Process(target=_build_slowly, args=(path, seconds))
+    worker.start()
+    while not (path.parent / "log").exists():
+        time.sleep(0.01)
+    return worker
 
 
 def test_processes_that_want_the_same_artefact_build_it_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    arguments = (str(tmp_path / "kernel.cubin"), str(tmp_path / "log"))
-    workers = [context.Process(target=_build_slowly, args=arguments) for _ in range(3)]
+    workers = [FORK.Process(target=_build_slowly, args=(tmp_path / "kernel.cubin", 0.3)) for _ in range(8)]
     for w in workers:
         w.start()
     for w in workers:
         w.join(60)
-    assert [w.exitcode for w in workers] == [0, 0, 0]
+    assert [w.exitcode for w in workers] == [0] * 8
     assert (tmp_path / "log").read_text() == "built\n"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_process_killed_in_the_middle_of_a_build_leaves_no_lock_and_no_artefact(tmp_path: Path) -> None:
+    path = tmp_path / "kernel.cubin"
+    worker = _started(path, 60)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(60)
+    assert store.read(path) is None
+    start = time.monotonic()
+    assert store.read_or_build(path, lambda: PAYLOAD, timeout_s=30) == PAYLOAD
+    assert time.monotonic() - start < 10
+
+
+def test_a_stopped_process_that_holds_the_lock_is_waited_for_only_so_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "kernel.cubin"
+    worker = _started(path, 1)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        assert store.read_or_build(path, lambda: PAYLOAD, timeout_s=0.2) == PAYLOAD
+        assert "may hang: building without it" in caplog.text
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    worker.join(60)
+    assert worker.exitcode == 0
+    assert store.read(path) == PAYLOAD
+
+
+def _with_a_full_disk(path: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a write beyond it fails, as it does on a full disk
+    with pytest.raises(OSError):
+        store.publish(path, PAYLOAD)
+    assert list(path.parent.iterdir()) == []
+    with pytest.raises(OSError):
+        store.read_or_build(path, lambda: PAYLOAD)
+    assert store.read(path) is None
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    worker = FORK.Process(target=_with_a_full_disk, args=(tmp_path / "kernel.cubin",))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -1,0 +1,63 @@
+"""`verify="always"`: every call of a RoPE op runs the eager chain too, and its kernel has to give the same bits.
+
+The rewrite then writes the contract as "bf16-chain+verify", say. The launcher serves no such contract, so the call
+comes to Python, where `compared` looks at both results. A kernel that differs once is off for that configuration in
+this process: eager's result is returned, there is one warning, and the inputs are kept, with the command that runs
+them again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx_inductor.kernels import counts, repro, rope
+
+SUFFIX = "+verify"
+notes: list[str] = []  # for reports: what was found since the process started
+
+
+def split(contract: str) -> tuple[str, bool]:
+    """("bf16-chain", True) for "bf16-chain+verify"."""
+    return contract.removesuffix(SUFFIX), contract.endswith(SUFFIX)
+
+
+def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`got`, the kernel's, where it has the bits of `eager(*args)`; else those, with the kernel off and `args` kept.
+
+    Not inside CUDA-graph capture, where nothing can be looked at: the comparison is postponed to the next call outside
+    of one (the warm-up before a capture is such a call).
+    """
+    results = _as_tuple(got)
+    if results[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        counts.postponed(op)
+        _note(f"{op}: calls inside CUDA-graph capture were not compared with eager; those outside of it are")
+        return got
+    want = eager(*args)
+    elements = sum(g.numel() for g in results)
+    wrong = sum(repro.differing(g, w) for g, w in zip(results, _as_tuple(want), strict=True))
+    counts.checked(op, elements, wrong)
+    if not wrong:
+        return got
+    sentence = (
+        f"the kernel of {op} differs from eager in {wrong} of {elements} elements on "
+        f"{repro.device_name(results[0])} with torch {torch.__version__}; it is off for this configuration in this process, which runs the eager chain; "
+        + repro.save(op, args)
+    )
+    rope.turn_off(args, sentence)
+    _note(sentence)
+    warnings.warn(f"ltx_inductor: {sentence}", stacklevel=2)
+    return want
+
+
+def _as_tuple(out: Any) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _note(sentence: str) -> None:
+    if sentence not in notes:
+        notes.append(sentence)

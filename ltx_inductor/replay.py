@@ -1,0 +1,95 @@
+"""python -m ltx_inductor replay FILE: runs a kept call again, by its kernel and by eager, and compares the bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx_inductor.kernels import repro, rope
+from ltx_inductor.ops import rope as ops
+
+_OPS: dict[str, tuple[Any, Any]] = {
+    "rmsnorm_split_rope": (rope.launch_single, ops.reference),
+    "qk_rmsnorm_split_rope": (rope.launch_pair, ops.reference_pair),
+}
+
+
+class ReplayError(Exception):
+    """The file cannot be replayed here; the message says why."""
+
+
+def replay(path: str | Path) -> dict[str, Any]:
+    """{"op", "elements", "differing", "recorded": {...}, "here": {...}}; differing is 0 where the kernel is right here.
+
+    Raises ReplayError for a file that is no kept call, and where there is no GPU or no kernel to run it.
+    """
+    data = _load(Path(path))
+    if not torch.cuda.is_available():
+        raise ReplayError("there is no GPU here, and the kernel runs on one only")
+    args = _on_the_gpu(data["args"])
+    launch, eager = _OPS[data["op"]]
+    with torch.no_grad():
+        _prepare(args)
+        got, want = launch(*args), eager(*args)
+    if got is None:
+        raise ReplayError("the kernel declines these inputs: eager sums them in another order, and the op runs eager")
+    pairs = list(zip(_tuple(got), _tuple(want), strict=True))
+    recorded = {k: data[k] for k in ("torch", "cuda", "device")}
+    here = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "device": torch.cuda.get_device_name()}
+    return {
+        "op": data["op"],
+        "elements": sum(g.numel() for g, _ in pairs),
+        "differing": sum(repro.differing(g, w) for g, w in pairs),
+        "recorded": recorded,
+        "here": here,
+    }
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = torch.load(path, weights_only=True)
+    except OSError as error:
+        raise ReplayError(f"{path}: {error.strerror}") from None
+    except Exception as error:  # whatever torch makes of a file that is none of its own
+        raise ReplayError(f"{path} is not a kept call of ltx_inductor ({type(error).__name__})") from None
+    if not isinstance(data, dict) or data.get("op") not in _OPS or "args" not in data:
+        raise ReplayError(f"{path} is not a kept call of ltx_inductor; expected one of the ops {', '.join(_OPS)}")
+    return data
+
+
+def _on_the_gpu(args: list[Any]) -> list[Any]:
+    """With the strides they were kept with; `Tensor.cuda` makes shared elements separate."""
+
+    def moved(t: Tensor) -> Tensor:
+        span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+        return t.as_strided((span,), (1,)).cuda().as_strided(t.shape, t.stride())
+
+    return [moved(a) if isinstance(a, Tensor) else a for a in args]
+
+
+def _prepare(args: list[Any]) -> None:
+    two = len(args) > 8
+    cos, heads, layout = args[4 if two else 2], args[-4 if two else -3], args[-1]
+    for x in args[: 1 + two]:
+        shared = two and args[6] is None and args[-4] == args[-3] and args[0].size(-1) == args[1].size(-1)
+        missing = rope.prepare(
+            torch.cuda.get_device_capability(),
+            dtype=x.dtype,
+            table_dtype=cos.dtype,
+            head_dim=2 * cos.size(-1),
+            hidden=x.size(-1) * (heads if x.dim() == 4 else 1),
+            contract=args[-2],
+            per_head=x.dim() == 4,
+            layout=layout,
+            shared=shared,
+            device=torch.cuda.current_device(),
+        )
+        if missing is not None:
+            raise ReplayError(missing)
+
+
+def _tuple(out: Any) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)

@@ -1,0 +1,199 @@
+"""verify="always", the counters, and kept calls. Without a GPU a stand-in plays the kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx_inductor
+import ltx_inductor.ops.rope as ops
+from ltx_inductor.cli import main
+from ltx_inductor.config import Config, from_environment
+from ltx_inductor.kernels import choice, compilers, counts, gate, rope
+from ltx_inductor.ops import verified
+from ltx_inductor.rewrite.needs import KernelNeed
+
+from .harness import bit_difference, copy_graph, run_graph, trace
+from .models.sides import CASES as SIDES
+
+passes = pytest.importorskip("ltx_inductor.rewrite.passes")
+HEADS, DIM, SEQ = 2, 32, 5
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(rope, "_off", {})
+    monkeypatch.setattr(rope, "_plans", {})
+    monkeypatch.setattr(verified, "notes", [])
+    ltx_inductor.stats(reset=True)
+
+
+def single(contract: str = "bf16-chain") -> tuple[Any, ...]:
+    cos, sin = (torch.randn(1, HEADS, SEQ, DIM // 2).to(BF16) for _ in "cs")
+    x = torch.randn(1, SEQ, HEADS * DIM).to(BF16)
+    return x, torch.ones(HEADS * DIM, dtype=BF16), cos, sin, 1e-6, HEADS, contract, "bshd"
+
+
+def pair(contract: str = "bf16-chain") -> tuple[Any, ...]:
+    x, w, cos, sin, eps, heads, _, layout = single()
+    return x, x * 2, w, w, cos, sin, None, None, eps, eps, heads, heads, contract, layout
+
+
+def one_bit_off(function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        out = function(*args)
+        first = out[0] if isinstance(out, tuple) else out
+        first.view(torch.int16).view(-1)[7] ^= 1
+        return out
+
+    return run
+
+
+def test_the_option() -> None:
+    assert Config().verify == "first"
+    assert Config().with_options({"ltx_inductor.verify": "always"}).verify == "always"
+    assert from_environment({"LTX_INDUCTOR_VERIFY": "Off"}).verify == "off"
+    for wrong, error in (("sometimes", ValueError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(error, match=r"verify.*expected one of first, always, off"):
+            Config().with_options({"ltx_inductor.verify": wrong})
+
+
+def test_always_is_written_into_the_graph_and_not_into_the_report() -> None:
+    case = next(c for c in SIDES if c.name == "pair")
+    (traced,) = trace(case.build(), case.inputs())
+    gm = copy_graph(traced.gm)
+    report = passes.rewrite_graph(gm.graph, config=Config(cpu=True, verify="always"))
+    (op,) = gm.graph.find_nodes(op="call_function", target=torch.ops.ltx_inductor.qk_rmsnorm_split_rope.default)
+    assert op.args[-2] == "bf16-chain+verify"
+    assert [s.contract for s in report.sites] == ["bf16-chain"] * 2
+    assert bit_difference(run_graph(gm, traced.args), traced.run()) is None
+
+
+@pytest.mark.parametrize(("name", "args"), [("single", single), ("pair", pair)])
+def test_a_right_kernel_is_used_and_counted(name: str, args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, f"launch_{name}", ops.reference if name == "single" else ops.reference_pair)
+    run, op = (ops._on_cuda, counts.OPS[0]) if name == "single" else (ops._pair_on_cuda, counts.OPS[1])
+    given = args("bf16-chain+verify")
+    run(*given)
+    sides = 1 if name == "single" else 2
+    moved = (
+        sum(t.numel() * t.element_size() for t in given if isinstance(t, torch.Tensor)) + sides * SEQ * HEADS * DIM * 2
+    )
+    assert ltx_inductor.stats()[op] == {
+        "kernel": 1, "reference": 0, "refused": 0, "bytes": moved, "checks": 1,
+        "checked_elements": sides * SEQ * HEADS * DIM, "postponed": 0, "differing": 0,
+    }  # fmt: skip
+    run(*args())
+    assert ltx_inductor.stats()[op]["kernel"] == 2
+    assert ltx_inductor.stats()[op]["checks"] == 1
+
+
+@pytest.mark.parametrize(("name", "args"), [("single", single), ("pair", pair)])
+def test_a_wrong_kernel_is_turned_off_with_a_repro(
+    name: str, args: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    right = ops.reference if name == "single" else ops.reference_pair
+    monkeypatch.setattr(rope, f"launch_{name}", one_bit_off(right))
+    run, op = (ops._on_cuda, counts.OPS[0]) if name == "single" else (ops._pair_on_cuda, counts.OPS[1])
+    given = args()
+    with pytest.warns(UserWarning, match=r"differs from eager in 1 of .* python -m ltx_inductor replay") as caught:
+        got = run(*given[:-2], "bf16-chain+verify", "bshd")
+    assert bit_difference(got, right(*given)) is None
+    assert len(caught) == 1
+    assert ltx_inductor.stats()[op]["differing"] == 1
+    assert any("differs from eager" in note for note in verified.notes)
+
+    (file,) = tmp_path.rglob("*.pt")
+    kept = torch.load(file, weights_only=True)
+    assert kept["op"] == op
+    assert bit_difference(kept["args"], list(given)) is None
+
+    facts = {"dtype": BF16, "table_dtype": BF16, "head_dim": DIM, "hidden": HEADS * DIM, "per_head": False}
+    reason = rope.prepare((9, 0), contract="bf16-chain", **facts, shared=name == "pair", device=-1)  # type: ignore[arg-type]
+    assert reason is not None
+    assert "differs from eager" in reason
+    assert (-1, rope.Spec("fp32-rope", BF16, BF16, DIM, HEADS * DIM, False)) not in rope._off
+
+
+def test_a_declined_call_is_counted_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "launch_single", lambda *args: None)
+    given = single("bf16-chain+verify")
+    assert bit_difference(ops._on_cuda(*given), ops.reference(*given)) is None
+    assert ltx_inductor.stats()["rmsnorm_split_rope"]["refused"] == 1
+
+
+def test_calls_on_the_cpu_and_the_reset() -> None:
+    torch.ops.ltx_inductor.rmsnorm_split_rope(*single())
+    torch.ops.ltx_inductor.qk_rmsnorm_split_rope(*pair())
+    q = torch.randn(1, 3, 3, 3, 1, 8)
+    torch.ops.ltx_inductor.na3d(q, q, q, [3, 3, 3], 1.0)
+    assert {op: c["reference"] for op, c in ltx_inductor.stats(reset=True).items()} == dict.fromkeys(counts.OPS, 1)
+    assert not any(value for c in ltx_inductor.stats().values() for value in c.values())
+    with pytest.raises(TypeError, match=r"stats\(reset=1\): expected True or False"):
+        ltx_inductor.stats(reset=1)  # type: ignore[arg-type]
+
+
+def test_off_proves_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = KernelNeed(torch.device("cuda", 0), BF16, BF16, DIM, HEADS * DIM, False, "bf16-chain", "bshd", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(rope, "prepare", lambda *args, **kwargs: None)
+    monkeypatch.setattr(choice, "_warn_once", lambda sentence: None)
+    monkeypatch.setattr(gate, "refusal", lambda *args: "the gate was asked")
+    assert choice.DeviceKernels(ops.reference).refusal(need) == "the gate was asked"
+    off = choice.DeviceKernels(ops.reference, prove=False)
+    assert off.refusal(need) is None
+    assert "verify is off" in off.proof(need)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_replay_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ltx_inductor.kernels import repro
+
+    for file, why in (
+        ("missing.pt", "No such file"),
+        ("text.pt", "is not a kept call"),
+        ("other.pt", "expected one of"),
+    ):
+        if file == "text.pt":
+            (tmp_path / file).write_text("{}")
+        elif file == "other.pt":
+            torch.save({"op": "relu"}, tmp_path / file)
+        assert main(["replay", str(tmp_path / file)]) == 2
+        assert why in " ".join(capsys.readouterr().err.split())
+    kept = repro.save("rmsnorm_split_rope", single()).split()[-1]
+    assert main(["replay", kept, "--json"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_a_repro_keeps_strides_and_no_more_of_the_storage(tmp_path: Path) -> None:
+    from ltx_inductor.kernels import repro
+
+    _, w, cos, *rest = single()
+    wide = torch.randn(1, SEQ, 3 * HEADS * DIM).to(BF16)[..., HEADS * DIM : 2 * HEADS * DIM]
+    table = cos[:, :1].expand(1, HEADS, -1, -1)
+    kept = torch.load(repro.save("rmsnorm_split_rope", (wide, w, table, *rest)).split()[-1])
+    assert (kept["args"][0].stride(), kept["args"][2].stride()) == (wide.stride(), table.stride())
+    assert torch.equal(kept["args"][0], wide)
+    assert kept["args"][0].untyped_storage().nbytes() < wide.untyped_storage().nbytes()
+
+
+@pytest.mark.skipif(compilers.find_cc() is None, reason="no C compiler")
+def test_counters_of_the_c_kernel_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+
+    numbers = (ctypes.c_int64 * 4)(3, 100, 5, 200)
+    monkeypatch.setattr(counts, "_library", [])
+    ltx_inductor.stats(reset=True)
+    counts.watch(ctypes.addressof(numbers))
+    found = ltx_inductor.stats(reset=True)
+    assert [(found[op]["kernel"], found[op]["bytes"]) for op in counts.OPS] == [(3, 100), (5, 200), (0, 0)]
+    numbers[0] += 1
+    assert json.loads(json.dumps(ltx_inductor.stats()))["rmsnorm_split_rope"]["kernel"] == 1
+    monkeypatch.setattr(counts, "_library", [])
+    ltx_inductor.stats(reset=True)
