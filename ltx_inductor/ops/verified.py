@@ -45,8 +45,8 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
         return got
     sentence = (
         f"the kernel of {op} differs from eager in {wrong} of {elements} elements on "
-        f"{repro.device_name(results[0])} with torch {torch.__version__}; it is off for this configuration in this process, which runs the eager chain; "
-        + repro.save(op, args)
+        f"{repro.device_name(results[0])} with torch {torch.__version__}; it is off for this configuration in this "
+        "process, which runs the eager chain; " + repro.save(op, args)
     )
     rope.turn_off(args, sentence)
     _note(sentence)

@@ -1,0 +1,70 @@
+"""What sanitize.sh runs under compute-sanitizer: every kernel, on small tensors of awkward shapes and strides."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import replace
+
+import torch
+
+from ltx_inductor.kernels import fna, rope
+from tests.gpu.rope_cases import FP32, Case, Side, make, prepare, run
+
+PATHS = (rope.AUTO, rope.PAIR, rope.ROW, rope.ANY)
+ROW = Case(Side(5, heads=4), Side(5, heads=4), 128)
+ODD = Case(Side(3, heads=3), Side(3, heads=3), 40)
+HEADS = Case(Side(7, heads=3), Side(7, heads=3), 64, per_head=True)
+CALLS = [
+    ROW,
+    ODD,
+    HEADS,
+    *(replace(base, k=None) for base in (ROW, ODD, HEADS)),
+    *(replace(base, layout="bhsd") for base in (ROW, HEADS)),
+    *(replace(base, contract="fp32-rope", table_dtype=FP32) for base in (ROW, ODD, HEADS)),
+    *(replace(base, contract="fp32-all-result-muladd", table_dtype=FP32) for base in (ROW, ODD, HEADS)),
+    *(replace(base, x="odd", tables="odd") for base in (ROW, ODD, HEADS)),
+    *(replace(base, x="slice", tables="expanded") for base in (ROW, ODD, HEADS)),
+    *(
+        replace(base, q=Side(1, heads=base.q.heads, batch=3), k=Side(1, heads=base.q.heads, batch=3))
+        for base in (ROW, ODD)
+    ),
+    replace(ROW, shared=False, k=Side(2, heads=4)),
+    replace(HEADS, k=Side(7, heads=1), head_dim=248),
+    Case(Side(2, heads=64), Side(2, heads=64), 256),  # the largest row: 16384
+    Case(Side(130, heads=32), Side(130, heads=32), 128),
+]
+GRIDS = [((4, 5, 9), (3, 3, 3)), ((11, 11, 11), (11, 11, 11)), ((12, 7, 33), (11, 5, 7)), ((2, 2, 2), (2, 2, 2))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--build", action="store_true", help="only build the kernels")
+    build_only = parser.parse_args().build
+    prepare(CALLS)
+    arch, launched = torch.cuda.get_device_capability(), 0
+    windows = (
+        []
+        if fna.unsupported(arch=arch, dtype=torch.bfloat16, head_dim=64, kernel_size=(3, 3, 3), exact=False)
+        else GRIDS
+    )
+    for _, window in windows:
+        missing = fna.prepare(arch, dtype=torch.bfloat16, head_dim=64, kernel_size=window, exact=False, device=0)
+        assert missing is None, missing
+    if build_only:
+        return
+    for case, path in itertools.product(CALLS, PATHS):
+        try:
+            launched += run(case, make(case, 0), path) is not None
+        except ValueError:  # this path does not serve these strides
+            continue
+    for grid, window in windows:
+        q, k, v = (torch.randn(1, *grid, 2, 64, device="cuda").bfloat16() for _ in "qkv")
+        fna.launch(q, k, v, window, 0.125)
+        launched += 1
+    torch.cuda.synchronize()
+    print(f"launched {launched} calls")
+
+
+if __name__ == "__main__":
+    main()
