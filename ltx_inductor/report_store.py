@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ltx_inductor.rewrite.drawn import DrawnNode
 from ltx_inductor.rewrite.report import GraphReport
 
 log = logging.getLogger("ltx_inductor")
@@ -91,7 +92,17 @@ def _moved(graph: GraphReport, old: Sequence[str], new: Sequence[str]) -> GraphR
     line = dict(zip(old, new, strict=True))
     sites = [replace(s, source=line.get(s.source, s.source)) for s in graph.sites]
     refusals = [replace(r, source=line.get(r.source, r.source)) for r in graph.refusals]
-    return replace(graph, sites=sites, refusals=refusals)
+    drawings = [replace(d, before=_redrawn(d.before, line), after=_redrawn(d.after, line)) for d in graph.drawings]
+    return replace(graph, sites=sites, refusals=refusals, drawings=drawings)
+
+
+def _redrawn(nodes: Sequence[DrawnNode], line: Mapping[str, str]) -> tuple[DrawnNode, ...]:
+    """Their source is "file.py:12 in forward: code"."""
+    found = []
+    for n in nodes:
+        place, _, rest = n.source.partition(" ")
+        found.append(replace(n, source=f"{line.get(place, place)} {rest}") if rest else n)
+    return tuple(found)
 
 
 def source_frames(gm: fx.GraphModule) -> list[str]:

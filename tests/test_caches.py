@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import ltx_inductor
 from ltx_inductor import cache_id, kernel_needs, kernels, report_store
 from ltx_inductor.config import Config
 from ltx_inductor.joint_pass import LtxPass, PassChain
+from ltx_inductor.rewrite.drawn import Drawing, DrawnNode
 from ltx_inductor.rewrite.needs import KernelNeed
 from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
 from tests import stand_in
@@ -231,6 +233,8 @@ def test_the_fingerprint_tells_graphs_apart():
 def example() -> report_store.Kept:
     site = Site("rule", "op", "q", 0, "model.py:3", {"x": "[1, s0]"}, "bf16-chain", "add_1")
     graph = GraphReport([site], [Refusal("rule", "because", "model.py:9")], 7, 1.5, notes=["a note"])
+    node = DrawnNode("x", "input", "aten.add.Tensor", "", "f32[1]", (), "model.py:9 in f: x + 1")
+    graph.drawings.append(Drawing((node,), (replace(node, source=""),), ""))
     return report_store.Kept([graph], ["model.py:3", "model.py:9"], [{"head_dim": 64}])
 
 
@@ -242,6 +246,7 @@ def test_store(tmp_path, monkeypatch):
     assert report_store.load("abcd", kept.frames) == kept
     moved = report_store.load("abcd", ["model.py:5", "model.py:11"]).graphs[0]
     assert (moved.sites[0].source, moved.refusals[0].source) == ("model.py:5", "model.py:11")
+    assert [n.source for n in (*moved.drawings[0].before, *moved.drawings[0].after)] == ["model.py:11 in f: x + 1", ""]
     assert [p.name for p in report_store.folder().rglob("*") if p.is_file()] == ["abcd.json"]
 
 

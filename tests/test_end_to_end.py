@@ -39,7 +39,9 @@ def test_the_second_hits_and_reports(runs):
     first, second = runs
     assert (first["hits"], second["hits"]) == (0, 1)
     assert (first["report"]["cached"], second["report"]["cached"]) == (False, True)
-    assert first["report"]["graphs"][0]["sites"] == second["report"]["graphs"][0]["sites"]
+    for what in ("sites", "drawings"):
+        assert first["report"]["graphs"][0][what] == second["report"]["graphs"][0][what]
+    assert first["report"]["graphs"][0]["drawings"]
     assert "read from cache" in second["text"]
 
 
