@@ -47,7 +47,17 @@ ABOUT: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], str, s
         "RMSNorm, then split RoPE, of attention queries and keys. The same bits as eager, by rounding contract.",
     ),
     "neighborhood_attention": (
-        ("neighborhood_rule", "neighborhood", "natten_forms", "opaque_forms", "flex_forms", "legality", "rule"),
+        (
+            "neighborhood_rule",
+            "neighborhood",
+            "natten_forms",
+            "opaque_forms",
+            "flex_window",
+            "block_mask",
+            "mask_window",
+            "legality",
+            "rule",
+        ),
         ("na3d",),
         ("fna", "fna_exact"),
         "neighborhood-attention.md",
