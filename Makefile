@@ -33,7 +33,7 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m vulture
+	! $(RUN) -m vulture | grep -E "unused (function|class|method|import|property)|unreachable"
 
 coverage: $(VENV)/.dev
 	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup --cov --cov-report=term --cov-fail-under=90 $(ARGS)
