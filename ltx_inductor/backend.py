@@ -10,7 +10,7 @@ from torch import fx
 
 import ltx_inductor.ops.rope  # noqa: F401  (a graph out of a cache finds its ops)
 from ltx_inductor import natten_calls, session
-from ltx_inductor.config import PREFIX, Config, from_environment
+from ltx_inductor.config import PREFIX, Config, check_mapping, from_environment
 from ltx_inductor.joint_pass import LtxPass, with_ours
 from ltx_inductor.kernel_needs import device_kernels
 
@@ -49,7 +49,8 @@ def split_options(
     mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None = None
 ) -> tuple[Config, dict[str, Any]]:
     """Our options, on top of the environment's, and the config patches Inductor's own backend would apply."""
-    options = options or {}
+    options = {} if options is None else options
+    check_mapping(options)
     config = from_environment().with_options(options)
     theirs = {key: value for key, value in options.items() if not key.startswith(PREFIX)}
     # Inductor's own wrapper: its checks and messages, the bisector's overrides and the CUPTI workaround come with it.
@@ -62,7 +63,7 @@ def _ours(backend: Any, kwargs: Mapping[str, Any]) -> natten_calls.Compile | Non
     if backend is not ltx_backend:
         return None
     config, _ = split_options(kwargs.get("mode"), kwargs.get("options"), kwargs.get("dynamic"))
-    return natten_calls.Compile(config, device_kernels())
+    return natten_calls.Compile(config, device_kernels(config.verify != "off"))
 
 
 natten_calls.install(ltx_backend, _ours)

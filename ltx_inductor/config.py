@@ -42,6 +42,8 @@ class Config:
     verify: str = "first"
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, _checked(f.name, getattr(self, f.name)))
         unknown = [r for r in self.rules if r not in RULES]
         if unknown:
             raise ValueError(
@@ -55,6 +57,7 @@ class Config:
 
         Raises ValueError for an unknown key (listing the known ones) and TypeError for a value of the wrong type.
         """
+        check_mapping(options)
         known = {f.name for f in fields(self)}
         new: dict[str, Any] = {}
         for key, value in options.items():
@@ -66,6 +69,15 @@ class Config:
                 raise ValueError(f"unknown option {key!r}; the options are: {listed}")
             new[name] = _checked(name, value)
         return replace(self, **new)
+
+
+def check_mapping(options: Any) -> None:
+    """Raises TypeError unless `options` is a mapping with names for keys."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options={options!r}: expected a mapping, such as {{'{PREFIX}strict': True}}, or None")
+    for key in options:
+        if not isinstance(key, str):
+            raise TypeError(f"options={options!r}: the key {key!r} is no string; expected names of options")
 
 
 def _checked(name: str, value: Any) -> Any:

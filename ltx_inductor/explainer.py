@@ -48,9 +48,13 @@ def explain(
     options: as for the backend; keys "ltx_inductor.*" are ours, the others Inductor's.
     dynamic: as for torch.compile.
 
-    Raises LostFusionError under `ltx_inductor.strict`. Caches are neither read nor written; `last_report()` and
-    models compiled before are left alone.
+    Raises LostFusionError under `ltx_inductor.strict`, TypeError or ValueError for wrong arguments. Caches are neither
+    read nor written; `last_report()` and models compiled before are left alone.
     """
+    if not callable(model):
+        raise TypeError(f"explain(model={model!r}): expected a module or a function, followed by its arguments")
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise TypeError(f"explain(dynamic={dynamic!r}): expected True, False or None")
     config, patches = split_options(None, options, dynamic)
     config = replace(config, cpu=True)
     found: list[GraphReport] = []

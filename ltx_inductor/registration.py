@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 
 import ltx_inductor.ops.rope  # noqa: F401  (a graph out of a cache finds its ops)
 from ltx_inductor import natten_calls
-from ltx_inductor.config import PREFIX, Config, from_environment
+from ltx_inductor.config import PREFIX, Config, check_mapping, from_environment
 from ltx_inductor.joint_pass import LtxPass, flatten, with_ours, without_ours
 from ltx_inductor.kernel_needs import device_kernels
 
@@ -60,10 +60,12 @@ def enabled(options: Mapping[str, Any] | None = None) -> Iterator[None]:
 
 
 def _parse(options: Mapping[str, Any] | None) -> Config:
-    foreign = [key for key in options or {} if not key.startswith(PREFIX)]
+    options = {} if options is None else options
+    check_mapping(options)
+    foreign = [key for key in options if not key.startswith(PREFIX)]
     if foreign:
         raise ValueError(f"option {foreign[0]!r} is not ours: expected keys with the prefix {PREFIX!r}")
-    return from_environment().with_options(options or {})
+    return from_environment().with_options(options)
 
 
 def _add(token: object, config: Config) -> None:
@@ -133,7 +135,7 @@ def _ours(backend: Any, _: Mapping[str, Any]) -> natten_calls.Compile | None:
     config = current_config()
     if config is None or not (isinstance(backend, torch._TorchCompileInductorWrapper) or backend in _inductors()):
         return None
-    return natten_calls.Compile(config, device_kernels())
+    return natten_calls.Compile(config, device_kernels(config.verify != "off"))
 
 
 def _inductors() -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ltx_inductor.config import RULES
 from ltx_inductor.rewrite.difference import Difference, difference
 from ltx_inductor.rewrite.drawn import Drawing
 
@@ -157,14 +158,20 @@ class RewriteReport:
         return sum(g.kernel_ms for g in self.graphs)
 
     def count(self, rule: str | None = None) -> int:
-        """Sites of `rule` (sides, or calls), or of every rule."""
+        """Sites of `rule` (sides, or calls), or of every rule. Raises ValueError for a name that is none."""
+        if rule is not None:
+            self._check_rule(rule)
         return sum(rule is None or s.rule == rule for s in self.sites)
 
     def expect(self, **counts: int) -> None:
         """Raises LostFusionError unless each named rule rewrote exactly that many sides (or calls).
 
         The message lists the sites that were found and every refusal, with its reason.
+        Raises ValueError for a name that is no rule, and TypeError for a count that is no whole number.
         """
+        for rule, n in counts.items():
+            if isinstance(n, bool) or not isinstance(n, int):
+                raise TypeError(f"expect({rule}={n!r}): expected a whole number of sites")
         wrong = {rule: n for rule, n in counts.items() if self.count(rule) != n}
         if not wrong:
             return
@@ -172,6 +179,11 @@ class RewriteReport:
             f"expected {n} {_NOUNS.get(rule, 'site')}s of {rule}, found {self.count(rule)}" for rule, n in wrong.items()
         )
         raise LostFusionError(f"{head}\n{self}")
+
+    def _check_rule(self, rule: str) -> None:
+        known = [*RULES, *(s.rule for s in self.sites if s.rule not in RULES)]
+        if rule not in known:
+            raise ValueError(f"{rule!r} is not a rule; the rules are: {', '.join(known)}")
 
     def diff(self, after: RewriteReport) -> Difference:
         """What `after`, a later report of the same model, has gained and lost; `str()` of it is for people."""
