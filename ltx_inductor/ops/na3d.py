@@ -76,10 +76,8 @@ def _axis_blocks(size: int, window: int, block: int, device: torch.device) -> li
         keys = slice(starts[0], starts[-1] + window)
         pattern = tuple(s - starts[0] for s in starts)
         if pattern not in masks:
-            start, key = (
-                torch.tensor(pattern, device=device)[:, None],
-                torch.arange(keys.stop - keys.start, device=device),
-            )
+            index, key = torch.arange(first, last, device=device), torch.arange(keys.start, keys.stop, device=device)
+            start = (index - window // 2).clamp(0, size - window)[:, None]  # no upload: it may run in a graph capture
             masks[pattern] = (key >= start) & (key < start + window)
         found.append((slice(first, last), keys, masks[pattern]))
     return found

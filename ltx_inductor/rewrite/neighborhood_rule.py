@@ -28,7 +28,7 @@ from ltx_inductor.rewrite.legality import (
 )
 from ltx_inductor.rewrite.needs import NeighborhoodNeed
 from ltx_inductor.rewrite.neighborhood import RULE as RULE
-from ltx_inductor.rewrite.neighborhood import Miss, NeighborhoodCall, find_calls
+from ltx_inductor.rewrite.neighborhood import Miss, NeighborhoodCall, bound_arguments, find_calls, window_of
 from ltx_inductor.rewrite.replace import Writer, form_of, remove_dead, same_form, take_place
 from ltx_inductor.rewrite.report import Site
 from ltx_inductor.rewrite.rule import Job, on_the_cpu
@@ -47,6 +47,7 @@ def run(job: Job) -> None:
             job.refuse(view.order[found.node], found.node, found.why, found.certain)
         else:
             calls.append(found)
+    _make_ready(job)
     if not calls:
         job.finish()
         return
@@ -55,6 +56,19 @@ def run(job: Job) -> None:
     for call in calls:
         rewriter.rewrite(call)
     rewriter.finish()
+
+
+def _make_ready(job: Job) -> None:
+    """Asks for the kernels of calls of the op itself, which a model may make: there is nothing to replace in them."""
+    for n in job.graph.nodes:
+        if n.op != "call_function" or n.target is not torch.ops.ltx_inductor.na3d.default:
+            continue
+        args = bound_arguments(n)
+        q = args["q"].meta["val"]
+        try:
+            job.ask([_need(q, window_of(args["kernel_size"], "ltx_inductor::na3d"), args["exact"])])
+        except Refuse as why:
+            job.report.notes.append(f"{source_line(n) or n.name}: ltx_inductor::na3d runs its reference: {why.reason}")
 
 
 class _Rewriter:
@@ -81,7 +95,7 @@ class _Rewriter:
                     expected="hopper_na3d_forward with tiles (4, 4, 4) and (4, 4, 8) and a positive scale",
                     hint="without exact=True it is replaced by attention of the same accuracy",
                 )
-            proof = job.ask([_need(call, job.config.exact)])
+            proof = job.ask([_need(call.q.meta["val"], call.kernel_size, job.config.exact)])
             drawn = self._drawings.before(alike, inputs, [call.result])
             before = job.pictures.before(self._view.order, inputs, [call.result]) if job.pictures else None
             op, new = self._write(call, inputs)
@@ -203,12 +217,11 @@ def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
-def _need(call: NeighborhoodCall, exact: bool) -> NeighborhoodNeed:
-    q = call.q.meta["val"]
+def _need(q: torch.Tensor, window: tuple[int, int, int], exact: bool) -> NeighborhoodNeed:
     head_dim: Any = q.shape[-1]
     if not isinstance(head_dim, int):
-        raise Refuse(f"head_dim of {call.q.name} is {head_dim}", expected="a size that is known at compile time")
-    return NeighborhoodNeed(q.device, q.dtype, head_dim, call.kernel_size, exact)
+        raise Refuse(f"head_dim is {head_dim}", expected="a size that is known at compile time")
+    return NeighborhoodNeed(q.device, q.dtype, head_dim, window, exact)
 
 
 def _shapes(call: NeighborhoodCall) -> dict[str, str]:

@@ -202,6 +202,36 @@ def test_calls_that_feed_each_other():
     assert close(run_graph(gm, t.args)[0], t.run()[0], inputs)
 
 
+def test_kernels_of_calls_of_the_op_itself_are_asked_for():
+    class Direct(nn.Module):
+        def forward(self, q, k, v):
+            return torch.ops.ltx_inductor.na3d(q, k, v, [3, 3, 5], 0.5)
+
+    class Kernels:
+        def __init__(self, refusal):
+            self.refused, self.needs = refusal, []
+
+        def refusal(self, need):
+            self.needs.append(need)
+            return self.refused
+
+        def note(self, need):
+            return None
+
+        def proof(self, need):
+            return "proved elsewhere"
+
+    t = traced(Direct(), qkv())
+    for refusal in (None, "no kernel today"):
+        kernels = Kernels(refusal)
+        gm, report = rewritten(t, kernels=kernels)
+        assert not report.sites
+        assert not report.refusals
+        assert ops(gm) == ops(t.gm)
+        assert [(n.kernel_size, n.head_dim, n.exact) for n in kernels.needs] == [((3, 3, 5), 64, False)]
+    assert report.notes[0].endswith("ltx_inductor::na3d runs its reference: no kernel today")
+
+
 # Real models
 
 
@@ -218,6 +248,7 @@ def decoder():
     return pytest.importorskip("diffusers.models.autoencoders.ltx2_diffusion_decoder")
 
 
+@pytest.mark.slow
 def test_diffusers_attention(decoder):
     torch.manual_seed(0)
     attention = decoder.LTX2VideoVaeNeighborhoodAttention(128, (3, 5, 5)).to(BF16)
@@ -232,6 +263,7 @@ def test_diffusers_attention(decoder):
     assert float((got - want).abs().max()) <= 2**-6 * float(want.abs().max())
 
 
+@pytest.mark.slow
 def test_diffusers_blocks(decoder):
     """Two blocks of stage 5, each with its own attention: two calls, in program order."""
     torch.manual_seed(0)
