@@ -67,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--graphs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first recipe")
     parser.add_argument("--per-recipe", type=int, default=50, help="graphs made of each")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after the recipe that is in work then"
+    )
     parser.add_argument("--recipe", help="replay: a recipe, as printed")
     parser.add_argument("--graph", default="0,0,0", help="replay: seed,edits,mutations of one graph, as printed")
     args = parser.parse_args(argv)
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         if verdict and verdict.why:
             print(report(Found(recipe, seed, edits, mutations, verdict.why)))
         return int(bool(verdict and verdict.why))
-    tally = campaign(args.graphs, args.seed, args.per_recipe)
+    tally = campaign(args.graphs, args.seed, args.per_recipe, args.seconds)
     for found in tally.found[:3]:
         print(f"\n{'=' * 100}\n{report(found)}")
     print(json.dumps({"graphs": tally.graphs, "rewritten": tally.rewritten, "failing": len(tally.found)}))

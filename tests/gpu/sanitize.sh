@@ -17,7 +17,7 @@ $python -m tests.gpu.sanitize_calls --build || exit 1 # outside of the tools: co
 failed=0
 for tool in memcheck racecheck synccheck initcheck; do
   echo "$tool"
-  "$sanitizer" --tool "$tool" --error-exitcode 1 --kernel-name kernel_substring=rope --kernel-name kernel_substring=ltx_fna \
+  "$sanitizer" --tool "$tool" --error-exitcode 1 --kernel-regex 'kns=(rope|ltx_fna)' \
     "$python" -m tests.gpu.sanitize_calls > "$out/$tool.log" 2>&1 || failed=1
   grep -E "ERROR SUMMARY|RACECHECK SUMMARY|launched" "$out/$tool.log"
 done
