@@ -294,11 +294,15 @@ def test_demo_sees_a_wrong_bit():
 
 @pytest.mark.slow
 def test_demo(tmp_path):
-    """The real thing, in a process of its own; needs diffusers."""
+    """The real thing, in a process of its own; needs diffusers. With --json the text goes to stderr."""
     pytest.importorskip("diffusers")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-m", "ltx_inductor", "demo"], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-m", "ltx_inductor", "demo", "--json"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "16 sides rewritten, 0 refused" in run.stdout
-    assert "all 16 rewritten sides equal eager bit for bit" in run.stdout
-    assert "ltx_inductor.qk_rmsnorm_split_rope" in run.stdout  # in the diff
+    data = json.loads(run.stdout)
+    assert (data["status"], data["different_elements"]) == (0, 0)
+    assert sum(len(g["sites"]) for g in data["report"]["graphs"]) == 16
+    assert "16 sides rewritten, 0 refused" in run.stderr
+    assert "all 16 rewritten sides equal eager bit for bit" in run.stderr
+    assert "ltx_inductor.qk_rmsnorm_split_rope" in run.stderr  # in the diff

@@ -131,9 +131,10 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
     """The figures for the head of a view, as text."""
     left = sum(len(g["refusals"]) for g in report["graphs"])
     number, _, noun = counted(report).partition(" ")
+    launches = sum(g.launches for g in groups(report))
     shown = {
         f"{noun} rewritten": number,
-        "launches": str(sum(g.launches for g in groups(report))),
+        f"launch{'es' * (launches != 1)}": str(launches),
         "refused": str(left),
         "graphs": str(len(report["graphs"])),
         "ms in the pass": f"{report['pass_ms']:.1f}",
