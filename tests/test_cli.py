@@ -163,6 +163,9 @@ def test_doctor_knows_the_cache_and_the_proofs(monkeypatch, tmp_path):
     record = {"contract": "bf16-chain", "device": "a GPU", "torch": torch.__version__, "refusal": None}
     store.publish(tmp_path / "cache" / "proofs" / "a.proof", json.dumps(record).encode())
     assert doctor._proofs().found == "1 x bf16-chain on a GPU"
+    attention = {"window": [11, 11, 11], "errors": {}, "device": "a GPU", "torch": torch.__version__, "refusal": None}
+    store.publish(tmp_path / "cache" / "proofs" / "n.proof", json.dumps(attention).encode())
+    assert doctor._proofs().found == "1 x bf16-chain on a GPU, 1 x window 11x11x11 on a GPU"
     store.publish(tmp_path / "cache" / "proofs" / "b.proof", json.dumps(record | {"refusal": "it differs"}).encode())
     assert doctor._proofs().cost == "it differs"
 
