@@ -120,18 +120,21 @@ def _any_finished(folder: Path, pattern: str) -> tuple[Path, bytes] | None:
 
 
 def prebuild(archs: list[str]) -> list[tuple[str, str]]:
-    """Builds the launcher and the production kernels (rope.PRODUCTION) for each arch, e.g. ["9.0a", "10.0"].
+    """Builds the launcher and the production kernels (PRODUCTION of rope and fna) for each arch, e.g. ["9.0a", "10.0"].
 
     Returns (arch, folder of the artefacts) per arch. Needs no GPU. Raises ValueError for an arch that is none,
     MissingToolError or BuildError where it cannot be built.
     """
-    from ltx_inductor.kernels import rope
+    from ltx_inductor.kernels import fna, rope
 
     numbers = [arch_number(a) for a in archs]
     folder = launcher().parent
     for number in numbers:
         for spec in rope.PRODUCTION:
             cubin(spec.name, number, spec.flags)
+        if number == arch_number(fna.ARCH):
+            for window in fna.PRODUCTION:
+                fna.cubin(window)
     return [(arch, str(folder)) for arch in archs]
 
 

@@ -22,6 +22,11 @@ from ltx_inductor.kernels.rope import KernelNotReadyError
 HEAD_DIM = 64
 WINDOWS = range(2, 16)  # per axis
 ARCH = "90a"
+PRODUCTION = (
+    (11, 11, 11),
+    (3, 7, 7),
+    (3, 5, 5),
+)  # the windows of the LTX-2.5 decoder: what `build` makes ahead of time
 Window = tuple[int, int, int]
 _LOG2_E = 1.4426950408889634
 _SHARED_BYTES_OF_SM = 228 * 1024
