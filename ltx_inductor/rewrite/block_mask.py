@@ -69,7 +69,7 @@ def _listed(num_blocks: Any, indices: Any, same: Callable[[Node], Node]) -> Node
     """The truth value per block, of which num_blocks counts and indices lists the True ones."""
     total = _step(num_blocks, aten.sum.dim_IntList)
     rank = _rank(total.args[0])
-    if [d % rank for d in total.args[1]] != [rank - 1] or (len(total.args) > 2 and total.args[2]):
+    if [d % rank for d in total.args[1]] != [rank - 1] or _is_special(total):
         raise _strange(total)
     order = _plain(indices)
     if getattr(order.target, "__name__", "") != "getitem" or order.args[1] != 1:
@@ -96,7 +96,7 @@ def _compared(n: Any, target: Any, to: int) -> Node:
 
 def _counted(count: Node, block: tuple[int, int]) -> Node:
     total = _step(count, aten.sum.dim_IntList)
-    if [d % 6 for d in total.args[1]] != [4, 5] or (len(total.args) > 2 and total.args[2]):
+    if [d % 6 for d in total.args[1]] != [4, 5] or _is_special(total):
         raise _strange(total)
     turned = _step(total.args[0], aten.permute.default)
     blocks = _step(turned.args[0], aten.view.default)
@@ -116,9 +116,10 @@ def _counted(count: Node, block: tuple[int, int]) -> Node:
 
 
 def _plain(n: Any) -> Node:
-    """n without copies and casts between integers: all values here are far below 2^31, truth values are 0 and 1."""
+    """n without copies, and casts of integers to 32 bits or more (what is counted here is less) or of truth values."""
     while isinstance(n, Node) and n.target in _COPIES and not n.meta["val"].dtype.is_floating_point:
-        if n.meta["val"].dtype is torch.bool and n.args[0].meta["val"].dtype is not torch.bool:
+        into, origin = n.meta["val"].dtype, n.args[0].meta["val"].dtype
+        if into is not origin and into not in (torch.int32, torch.int64) and origin is not torch.bool:
             break
         n = n.args[0]
     if not isinstance(n, Node) or n.op != "call_function":
@@ -131,6 +132,11 @@ def _step(n: Any, target: Any) -> Node:
     if n.target is not target:
         raise _strange(n)
     return n
+
+
+def _is_special(total: Node) -> bool:
+    """A sum that keeps its axes or adds in another dtype than int64."""
+    return any(total.args[2:]) or bool(total.kwargs)
 
 
 def _rank(n: Any) -> int:

@@ -110,6 +110,8 @@ class Reader:
         layout = _LAYOUT.get(n.target)
         if layout is not None:
             return self.read(n.args[0], layout(n, coords))
+        if _dtype(n) not in _EXACT:
+            raise Refuse(f"the mask computes {n.name} in {_dtype(n)}", expected="int32, int64 and truth values")
         if n.target is prims.iota.default:
             return _add(_scale(self.position(coords[0]), n.kwargs["step"]), Linear(n.kwargs["start"]))
         if n.target in _FILLED:
@@ -117,9 +119,14 @@ class Reader:
         rule = _RULES.get(n.target)
         if rule is None:
             raise Refuse(f"the mask calls {n.target}, at {n.name}", expected="integer arithmetic on positions")
-        if _dtype(n).is_floating_point or _dtype(n).is_complex:
-            raise Refuse(f"the mask computes {n.name} in {_dtype(n)}", expected="integers")
-        return rule(self, n, coords)
+        e = rule(self, n, coords)
+        if isinstance(e, Linear) and self._most(e) >= 1 << 31:
+            raise _too_large()
+        return e
+
+    def _most(self, e: Linear) -> int:
+        """A bound of the absolute value."""
+        return abs(e.constant) + sum(abs(k) * (self.radices[i] - 1) for (_, i), k in e.terms)
 
     def operand(self, a: Any, coords: Coords) -> Expr:
         """An operand of an elementwise node: axes are aligned at the right, those of size 1 are broadcast."""
@@ -179,11 +186,18 @@ def evaluate(e: Expr, digits: Mapping[Digit, Tensor]) -> Tensor:
             else:
                 result = e.function(*(value(a) for a in e.args))
             if result.dtype is not torch.bool and result.numel() and int(result.abs().max()) >= 1 << 31:
-                raise Refuse("the mask's arithmetic leaves the range of int32")
+                raise _too_large()
             done[id(e)] = result
         return done[id(e)]
 
     return value(e)
+
+
+_EXACT = (torch.int32, torch.int64, torch.bool)
+
+
+def _too_large() -> Refuse:
+    return Refuse("the mask's arithmetic leaves the range of int32", expected="coordinates and their sums")
 
 
 def _dtype(n: Node) -> torch.dtype:

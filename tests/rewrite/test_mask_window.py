@@ -190,6 +190,8 @@ NEAR_MISSES = {
     "batch": (lambda b, h, q, kv: diffusers(GRID, KERNEL)(b, h, q, kv) & (b < 1), "depends on the batch"),
     "head": (lambda b, h, q, kv: diffusers(GRID, KERNEL)(b, h, q, kv) & (h < 1), "depends on the head"),
     "float": (lambda b, h, q, kv: diffusers(GRID, KERNEL)(b, h, q, kv) & (q.float() > -1), "float32"),
+    "narrow": (lambda b, h, q, kv: diffusers(GRID, KERNEL)(b, h, q.to(torch.int8), kv), "in torch.int8"),
+    "large": (lambda b, h, q, kv: diffusers(GRID, KERNEL)(b, h, q * 2**24 // 2**24, kv), "leaves the range of int32"),
     "nothing": (lambda b, h, q, kv: diffusers(GRID, KERNEL)(b, h, q, kv) & torch.full((), False), "no query see"),
     "2D": (lambda b, h, q, kv: (q // 42 - kv // 42).clamp(0, 1) == 0, "ax"),
 }
