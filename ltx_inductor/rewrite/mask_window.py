@@ -18,7 +18,8 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ltx_inductor.rewrite.digits import Refuse
-from ltx_inductor.rewrite.mask_expr import Apply, Coords, Expr, Linear, Reader, Split, evaluate
+from ltx_inductor.rewrite.mask_expr import Apply, Expr, Linear, evaluate
+from ltx_inductor.rewrite.mask_reader import Coords, Reader, Split
 
 MAX_AXIS = 2048  # points per axis: 4 million pairs, 32 MiB per value
 _EXPECTED = "a window on each of three axes (T, H, W)"
@@ -35,7 +36,7 @@ class Window:
 def window_of(mask: Node, coords: Coords, leaves: Mapping[Node, str], length: int) -> Window:
     """What the mask value `mask` selects among length x length positions. Raises Refuse where it is no such window.
 
-    coords, leaves: as for `mask_expr.Reader`.
+    coords, leaves: as for `mask_reader.Reader`.
     """
     with _disable_current_modes():
         reader, e = _read(mask, coords, leaves, length)
