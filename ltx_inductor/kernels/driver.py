@@ -1,7 +1,7 @@
 """The CUDA driver calls of kernels that are launched from Python: load a cubin, describe tensors to the TMA, launch.
 
 Everything goes through libcuda.so.1 with ctypes, so that a finished cubin needs no compiler and no extension module.
-A launch costs the host some 20 us here, which suits kernels that run for longer than that; the RoPE kernels, which do
+A launch costs the host some tens of us here, which suits kernels that run for longer; the RoPE kernels, which do
 not, have a launcher in C (csrc/launcher.c).
 """
 
