@@ -156,20 +156,10 @@ def _kernel_cache() -> Finding:
     return Finding("kernel cache", text, "the folder cannot be written", "set LTX_INDUCTOR_CACHE to one that can")
 
 
-def proofs() -> list[dict[str, Any]]:
-    """The records of every kernel that was checked on this machine, as kernels/gate.py and fna_gate.py keep them."""
-    from ltx_inductor.kernels import store
-
-    found = []
-    for path in sorted((store.cache_root() / "proofs").glob("*.proof")):
-        payload = store.read(path)
-        if payload is not None:
-            found.append(dict(json.loads(payload)))
-    return found
-
-
 def _proofs() -> Finding:
-    here = [p for p in proofs() if p.get("torch") == torch.__version__]
+    from ltx_inductor.kernels import proofs
+
+    here = [p for p in proofs.all_kept() if p.get("torch") == torch.__version__]
     good = Counter(f"{_proved(p)} on {p['device']}" for p in here if not p["refusal"])
     bad = [p["refusal"] for p in here if p["refusal"]]
     if bad:

@@ -16,19 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build, driver, fna_exact
+from ltx_inductor.kernels import build, driver, fna_exact, fna_limits
+from ltx_inductor.kernels.fna_limits import HEAD_DIM, LOG2_E, Window
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
-HEAD_DIM = 64
-WINDOWS = range(2, 16)  # per axis
 ARCH = "90a"
-PRODUCTION = (
-    (11, 11, 11),
-    (3, 7, 7),
-    (3, 5, 5),
-)  # the windows of the LTX-2.5 decoder: what `build` makes ahead of time
-Window = tuple[int, int, int]
-_LOG2_E = 1.4426950408889634
+# the windows of the LTX-2.5 decoder: what `build` makes ahead of time
+PRODUCTION = ((11, 11, 11), (3, 7, 7), (3, 5, 5))
 _SHARED_BYTES_OF_SM = 228 * 1024
 
 
@@ -84,15 +78,9 @@ def unsupported(
     """
     if exact:
         return fna_exact.unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=kernel_size)
-    if arch != (9, 0):
-        return f"no neighborhood-attention kernel for compute capability {arch[0]}.{arch[1]}; expected 9.0 (H100, H200)"
-    if dtype != torch.bfloat16:
-        return f"no neighborhood-attention kernel for {dtype}; expected torch.bfloat16"
-    if head_dim != HEAD_DIM:
-        return f"no neighborhood-attention kernel for head_dim {head_dim}; expected {HEAD_DIM}"
-    if len(kernel_size) != 3 or any(w not in WINDOWS for w in kernel_size):
-        return f"no neighborhood-attention kernel for window {tuple(kernel_size)}; expected three sizes from 2 to 15"
-    return None
+    return fna_limits.unsupported(
+        "neighborhood-attention kernel", arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=kernel_size
+    )
 
 
 _lock = threading.Lock()
@@ -175,7 +163,7 @@ def _launch(
     shape = Shape.of(window)
     params, maps, blocks = _arguments(window, device, *(_described(x) for x in (q, k, v)))
     params = _Params.from_buffer_copy(params)  # the rest is the same for every call on such tensors
-    params.tensors[3], params.scale_log2 = out.data_ptr(), scale * _LOG2_E
+    params.tensors[3], params.scale_log2 = out.data_ptr(), scale * LOG2_E
     driver.launch(function, blocks, shape.threads, shape.shared_bytes, device, [*maps, params])
 
 
@@ -203,7 +191,9 @@ def _arguments(
     segments = -(-tiles // segment)
     items = columns * segments
     if items > 0x7FFFFFFF or batch * t > 0x7FFFFFFF:
-        raise ValueError(f"q of shape {list(q[1])}: neighborhood attention takes at most 2^31 query tiles in a call")
+        raise ValueError(
+            f"q of shape {list(q[1])}: neighborhood attention takes at most 2^31 query tiles in a call; split the batch"
+        )
     params = _Params(segment=segment, segments=segments)
     params.sizes[:] = (batch, t, h, w, heads)
     params.tensors[:3] = (q[0], k[0], v[0])

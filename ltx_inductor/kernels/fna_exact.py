@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import fna_tiles, store
+from ltx_inductor.kernels import fna_limits, fna_tiles, proofs, store
+from ltx_inductor.kernels.fna_limits import HEAD_DIM, LOG2_E
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
-HEAD_DIM = 64
-WINDOWS = range(2, fna_tiles.MAX_WINDOW + 1)  # per axis
 _DENSE = torch.contiguous_format
-_LOG2_E = 1.4426950408889634
 
 _lock = threading.Lock()
 _kernel: Callable[..., Any] | None = None
@@ -35,16 +33,13 @@ def unsupported(
     *, arch: tuple[int, int], dtype: torch.dtype, head_dim: int, kernel_size: tuple[int, int, int]
 ) -> str | None:
     """None if there is a kernel for this, else a sentence. Pure: builds nothing, looks at no device."""
-    name = "no neighborhood-attention kernel with NATTEN's bits"
-    if arch != (9, 0):
-        return f"{name} for compute capability {arch[0]}.{arch[1]}; expected 9.0 (H100, H200)"
-    if dtype != torch.bfloat16:
-        return f"{name} for {dtype}; expected torch.bfloat16"
-    if head_dim != HEAD_DIM:
-        return f"{name} for head_dim {head_dim}; expected {HEAD_DIM}"
-    if len(kernel_size) != 3 or any(w not in WINDOWS for w in kernel_size):
-        return f"{name} for window {tuple(kernel_size)}; expected three sizes from 2 to 15"
-    return None
+    return fna_limits.unsupported(
+        "neighborhood-attention kernel with NATTEN's bits",
+        arch=arch,
+        dtype=dtype,
+        head_dim=head_dim,
+        kernel_size=kernel_size,
+    )
 
 
 def prepare(
@@ -71,11 +66,7 @@ def prepare(
 
 
 def _first_call(dtype: torch.dtype, device: torch.device) -> None:
-    """On real tensors: a graph is being compiled around us, under a fake-tensor mode."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+    with proofs.real_tensors():
         small = torch.zeros((1, 4, 4, 4, 1, HEAD_DIM), dtype=dtype, device=device)
         launch(small, small, small, (3, 3, 3), 1.0)
 
@@ -97,7 +88,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: tuple[int, int, int], s
         return out
     q, k, v = (x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=_DENSE) for x in (q, k, v))  # TMA
     tables = fna_tiles.tables((q.shape[1], q.shape[2], q.shape[3]), kernel_size, q.device)
-    factor = float(torch.tensor(_LOG2_E, dtype=torch.float32) * torch.tensor(scale, dtype=torch.float32))
+    factor = float(torch.tensor(LOG2_E, dtype=torch.float32) * torch.tensor(scale, dtype=torch.float32))
     with torch.cuda.device(q.device):
         for batch in range(q.shape[0]):
             views = [x[batch].permute(2, 1, 0, 3, 4) for x in (q, k, v)]

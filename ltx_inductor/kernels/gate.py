@@ -8,81 +8,43 @@ the graph stays unfused with a sentence that says where they are.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import counts, repro, rope, store
+from ltx_inductor.kernels import counts, proofs, repro, rope
 from ltx_inductor.kernels.repro import differing
-from ltx_inductor.kernels.sources import source_digest
 
 ELEMENTS = 1 << 20  # at least this many per tensor
 _OPS = ("rmsnorm_split_rope", "qk_rmsnorm_split_rope")
 log = logging.getLogger("ltx_inductor")
-_lock = threading.Lock()
-_verdicts: dict[str, str | None] = {}
 
 
 def refusal(need: Any, device: int, reference: Callable[..., Tensor]) -> str | None:
-    """None if the kernel of `need` has eager's bits on that device; else a sentence. Proves it if nobody has yet.
-
-    Runs outside of any fake-tensor or tracing mode, and never inside CUDA-graph capture: no graph is compiled there.
-    """
-    key = _key(need, device)
-    with _lock:
-        if key not in _verdicts:
-            path = store.cache_root() / "proofs" / f"{key}.proof"
-            kept = _read(path)
-            if kept is None:
-                kept = _prove(need, device, reference, path)
-            _verdicts[key] = kept["refusal"]
-        return _verdicts[key]
+    """None if the kernel of `need` has eager's bits on that device; else a sentence. Proves it if nobody has yet."""
+    found: str | None = proofs.verdict(device, _facts(need), lambda: _compare(need, device, reference))["refusal"]
+    return found
 
 
 def proof(need: Any, device: int) -> str:
     """What `refusal` found when it gave None, as a sentence."""
-    record = _read(store.cache_root() / "proofs" / f"{_key(need, device)}.proof") or {}
+    record = proofs.kept(device, _facts(need)) or {}
     where = f" on {record['device']} with torch {record['torch']}" if record else " on this device"
     count = f"{record['elements']:,}" if record else f"at least {ELEMENTS:,}"
     return f"the kernel was compared with eager{where}: {count} elements, no bit differs"
 
 
-def _key(need: Any, device: int) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    facts = [
-        source_digest(),
-        torch.__version__,
-        str(torch.version.cuda),
-        f"{properties.major}.{properties.minor}",
+def _facts(need: Any) -> tuple[str, str]:
+    return (
         str((need.dtype, need.table_dtype, need.head_dim, need.hidden, need.per_head)),
         str((need.contract, need.layout, need.shared)),
-    ]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
+    )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    payload = store.read(path)
-    return None if payload is None else dict(json.loads(payload))
-
-
-def _prove(need: Any, device: int, reference: Callable[..., Tensor], path: Path) -> dict[str, Any]:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), torch.cuda.device(device):
-        found = _compare(need, device, reference, path)
-    store.publish(path, json.dumps(found, indent=2).encode())
-    return found
-
-
-def _compare(need: Any, device: int, reference: Callable[..., Tensor], path: Path) -> dict[str, Any]:
+def _compare(need: Any, device: int, reference: Callable[..., Tensor]) -> dict[str, Any]:
     heads = need.hidden // need.head_dim
     tokens = max(16, -(-ELEMENTS // need.hidden))
     x, weight, cos, sin = draw(need, heads, tokens, device)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import ltx_inductor
-from ltx_inductor.kernels import choice, compilers, gate, rope, store
+from ltx_inductor.kernels import choice, compilers, gate, proofs, rope, store
 from ltx_inductor.ops.rope import reference
 from ltx_inductor.rewrite.needs import KernelNeed
 
@@ -161,7 +161,7 @@ def need(**change):
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path))
-    monkeypatch.setattr(gate, "_verdicts", {})
+    monkeypatch.setattr(proofs, "_verdicts", {})
     monkeypatch.setattr(rope, "_images", {})
     monkeypatch.setattr(rope, "_handles", {})
     monkeypatch.setattr(rope, "_plans", {})
@@ -172,7 +172,7 @@ def test_the_gate_proves_once_and_remembers(empty_cache, monkeypatch):
     kernels = choice.DeviceKernels(reference)
     assert kernels.refusal(need()) is None
     assert list(empty_cache.rglob("*.proof"))
-    monkeypatch.setattr(gate, "_verdicts", {})
+    monkeypatch.setattr(proofs, "_verdicts", {})
     monkeypatch.setattr(gate, "_compare", None)  # a second proof would fail
     assert kernels.refusal(need()) is None
 
