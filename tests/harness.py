@@ -7,8 +7,9 @@ a difference are in draws.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,23 +58,21 @@ def output_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 
 
-def trace(module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None, grad: bool = False) -> list[Traced]:
-    """The joint graphs of `module(*inputs)`, in the order of compilation, with all caches off.
+Run = Callable[[list[Any]], Any]
+Compiled = Callable[[fx.GraphModule], Run]
+"""What Inductor makes of a graph, in these tests: a function that is called with the list of the graph's inputs."""
 
-    dynamic: {index of input: axis or axes} to mark dynamic. grad: trace forward and backward together.
+
+def compiled(
+    module: nn.Module, made: Compiled, inputs: Sequence[Any], dynamic: Axes | None = None
+) -> Callable[..., Any]:
+    """`module`, to be compiled at its first call up to the hook; `made` says what runs then, and no code is generated.
+
+    dynamic: {index of input: axis or axes} to mark dynamic.
     """
-    traced: list[Traced] = []
 
-    def keep(graph: fx.Graph) -> None:
-        traced.append(Traced(copy_graph(graph.owning_module), []))
-
-    def stop(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
-        mine = traced[-1]
-
-        def run(args: list[Any]) -> Any:
-            mine.args = mine.args or list(args)
-            return gm(*args)
-
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Run:
+        run = made(gm)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -81,13 +80,43 @@ def trace(module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None,
     for i, axes in (dynamic or {}).items():
         for axis in [axes] if isinstance(axes, int) else axes:
             torch._dynamo.mark_dynamic(inputs[i], axis)
-    backend = functools.partial(compile_fx, inner_compile=stop)
+    backend = functools.partial(compile_fx, inner_compile=inner_compile)
+    return torch.compile(module, backend=backend, fullgraph=True)
+
+
+@contextlib.contextmanager
+def hooked(hook: Callable[[fx.Graph], Any], grad: bool = False) -> Iterator[None]:
+    """With `hook` as `joint_custom_pre_pass`, and all caches off."""
     with (
-        inductor_config.patch(joint_custom_pre_pass=keep, fx_graph_cache=False),
+        inductor_config.patch(joint_custom_pre_pass=hook, fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
         torch.set_grad_enabled(grad),
     ):
-        torch.compile(module, backend=backend, fullgraph=True)(*inputs)
+        yield
+
+
+def trace(module: nn.Module, inputs: Sequence[Any], dynamic: Axes | None = None, grad: bool = False) -> list[Traced]:
+    """The joint graphs of `module(*inputs)`, in the order of compilation, with all caches off.
+
+    dynamic: as for `compiled`. grad: trace forward and backward together.
+    """
+    traced: list[Traced] = []
+
+    def keep(graph: fx.Graph) -> None:
+        traced.append(Traced(copy_graph(graph.owning_module), []))
+
+    def made(gm: fx.GraphModule) -> Run:
+        mine = traced[-1]
+
+        def run(args: list[Any]) -> Any:
+            mine.args = mine.args or list(args)
+            return gm(*args)
+
+        return run
+
+    model = compiled(module, made, inputs, dynamic)
+    with hooked(keep, grad):
+        model(*inputs)
     return traced
 
 
@@ -110,26 +139,17 @@ def trace_calls(
         graphs.append(copy_graph(graph.owning_module))
         calls.append([])
 
-    def stop(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
+    def made(gm: fx.GraphModule) -> Run:
         mine = calls[-1]
 
         def run(args: list[Any]) -> Any:
             mine.append([same_memory(a) for a in args])
             return gm(*args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    torch._dynamo.reset()
-    for i, axes in (dynamic or {}).items():
-        for axis in [axes] if isinstance(axes, int) else axes:
-            torch._dynamo.mark_dynamic(inputs[0][i], axis)
-    with (
-        inductor_config.patch(joint_custom_pre_pass=keep, fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-        torch.no_grad(),
-    ):
-        model = torch.compile(module, backend=functools.partial(compile_fx, inner_compile=stop), fullgraph=True)
+    model = compiled(module, made, inputs[0], dynamic)
+    with hooked(keep):
         for given in inputs:
             model(*given)
     return graphs[0], calls[0]
@@ -140,26 +160,14 @@ def rewritten(
 ) -> Callable[..., Any]:
     """`module`, compiled for `inputs` up to the hook, where `rewrite` edits the graph; it then runs as it is."""
 
-    def run_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
-        def run(args: list[Any]) -> Any:
-            return gm(*args)
+    def made(gm: fx.GraphModule) -> Run:
+        return lambda args: gm(*args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    torch._dynamo.reset()
-    for i, axes in (dynamic or {}).items():
-        for axis in [axes] if isinstance(axes, int) else axes:
-            torch._dynamo.mark_dynamic(inputs[i], axis)
-    compiled = torch.compile(module, backend=functools.partial(compile_fx, inner_compile=run_as_it_is), fullgraph=True)
+    model = compiled(module, made, inputs, dynamic)
 
     def call(*args: Any) -> Any:
-        with (
-            inductor_config.patch(joint_custom_pre_pass=rewrite, fx_graph_cache=False),
-            functorch_config.patch(enable_autograd_cache=False),
-            torch.no_grad(),
-        ):
-            return compiled(*args)
+        with hooked(rewrite):
+            return model(*args)
 
     call(*inputs)
     return call

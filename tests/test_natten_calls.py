@@ -7,7 +7,6 @@ and signature, in a module of that name.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import math
 import sys
@@ -27,7 +26,6 @@ from tests.harness import rewritten
 GRID, KERNEL = (5, 6, 7), (3, 4, 5)
 CPU = {"ltx_inductor.cpu": True}
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
-needs_natten = pytest.mark.skipif(importlib.util.find_spec("natten") is None, reason="needs NATTEN's Python")
 
 
 @pytest.fixture(autouse=True)

@@ -39,25 +39,22 @@ def passes():
 
 
 @T.macro
+def load_box(planes, x, box, stage, phase, full, empty, w, h, t, head, tx):
+    T.barrier_wait(empty[stage], phase ^ 1)
+    T.tma_copy(
+        x[w : w + planes, h : h + 4, t : t + 4, head, 0:64],
+        box[stage, 0:planes, 0:4, 0:4, 0:64],
+        barrier=full[stage],
+        leader_scope_threads=32,
+    )
+    if tx == PRODUCER:
+        T.barrier_arrive(full[stage])
+
+
+@T.macro
 def load(planes, k, v, k_box, v_box, stage, phase, k_full, v_full, k_empty, v_empty, w, h, t, head, tx):
-    T.barrier_wait(k_empty[stage], phase ^ 1)
-    T.tma_copy(
-        k[w : w + planes, h : h + 4, t : t + 4, head, 0:64],
-        k_box[stage, 0:planes, 0:4, 0:4, 0:64],
-        barrier=k_full[stage],
-        leader_scope_threads=32,
-    )
-    if tx == PRODUCER:
-        T.barrier_arrive(k_full[stage])
-    T.barrier_wait(v_empty[stage], phase ^ 1)
-    T.tma_copy(
-        v[w : w + planes, h : h + 4, t : t + 4, head, 0:64],
-        v_box[stage, 0:planes, 0:4, 0:4, 0:64],
-        barrier=v_full[stage],
-        leader_scope_threads=32,
-    )
-    if tx == PRODUCER:
-        T.barrier_arrive(v_full[stage])
+    load_box(planes, k, k_box, stage, phase, k_full, k_empty, w, h, t, head, tx)
+    load_box(planes, v, v_box, stage, phase, v_full, v_empty, w, h, t, head, tx)
 
 
 @T.macro
