@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ltx_inductor
+from benchmarks.fna_timing import in_turns
 from ltx_inductor.ops.na3d import reference
 
 CHANNELS, WINDOW, CONTEXT = 256, (11, 11, 11), 256
@@ -63,19 +64,6 @@ def in_fp32(grid: tuple[int, int, int]) -> Tensor:
 
     with torch.no_grad():
         return block(na3d, torch.float32)(*inputs(grid, torch.float32))
-
-
-def times(contenders: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(repeats):
-        for name, call in list(contenders.items())[:: 1 if i % 2 else -1]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            found[name].append(start.elapsed_time(end))
-    return {name: statistics.median(t) for name, t in found.items()}
 
 
 def kernels(call: Callable[[], Any]) -> dict[str, float]:
@@ -122,7 +110,6 @@ def measure(grid: tuple[int, int, int], repeats: int, with_error: bool) -> dict[
     row: dict[str, Any] = {"grid": grid}
     with torch.no_grad():
         outputs = {"stock": stock(*arguments)}
-        torch._dynamo.reset()
         outputs["ltx"] = ours(*arguments)
         report = ltx_inductor.last_report()
         print(report)
@@ -141,7 +128,7 @@ def measure(grid: tuple[int, int, int], repeats: int, with_error: bool) -> dict[
         }
         for call in calls.values():
             call()
-        row["ms"] = times(calls, repeats)
+        row["ms"] = {name: statistics.median(found) for name, found in in_turns(calls, repeats).items()}
         row["peak_gb"] = {name: peak_gb(call) for name, call in calls.items()}
         row["kernels_ms"] = {name: kernels(call) for name, call in calls.items() if name != "eager"}
     row["times_stock"] = row["ms"]["stock"] / row["ms"]["ltx"]

@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.fna_timing import ELEVEN, LARGEST, STAGE_5, STAGES, Triple, measure
 from ltx_inductor.kernels import fna
 from tests.gpu.fna_cases import draw, error, expected, prepare
 
-Triple = tuple[int, int, int]
 Call = Callable[[Tensor, Tensor, Tensor, Triple], Tensor]
-ELEVEN = (11, 11, 11)
-# grid, window, heads: stage 5 at several sizes, then stages 1 to 4 of the decoder for 121 frames at 512 x 768
-STAGE_5 = [((33, 64, 96), ELEVEN, 4), ((65, 96, 160), ELEVEN, 4), ((121, 136, 240), ELEVEN, 4)]
-LARGEST = ((121, 272, 480), ELEVEN, 4)
-STAGES = [
-    ((18, 16, 24), (3, 7, 7), 32),
-    ((18, 32, 48), (3, 7, 7), 16),
-    ((35, 32, 48), (3, 5, 5), 8),
-    ((69, 64, 96), (3, 5, 5), 8),
-]
 SMALL = [((11, 12, 12), ELEVEN, 4), ((13, 16, 24), ELEVEN, 4), ((17, 24, 32), ELEVEN, 4), ((33, 32, 32), ELEVEN, 4)]
 SMALL += [((5, 8, 12), (3, 7, 7), 32), ((5, 8, 12), (3, 5, 5), 8)]
 
@@ -58,36 +49,12 @@ def contenders() -> dict[str, Call]:
     return found
 
 
-def once(call: Callable[[], Any], times: int) -> float:
-    """Milliseconds of one of `times` calls in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / times
-
-
-def measure(calls: dict[str, Call], grid: Triple, window: Triple, heads: int, budget_ms: float) -> dict[str, Any]:
-    """Milliseconds, useful TFLOP/s and the ratio to NATTEN of one shape."""
+def compare(calls: dict[str, Call], grid: Triple, window: Triple, heads: int, budget_ms: float) -> dict[str, Any]:
+    """Milliseconds, useful TFLOP/s, the ratio to NATTEN and the errors of one shape."""
     q, k, v = draw(grid, heads=heads, seed=1)
     prepare(window)
     bound = {name: (lambda call=call: call(q, k, v, window)) for name, call in calls.items()}
-    times: dict[str, int] = {}
-    for name, call in bound.items():
-        once(call, 1)
-        times[name] = max(1, round(2.0 / once(call, 1)))
-    samples: dict[str, list[float]] = {name: [] for name in bound}
-    total = sum(times[name] * once(call, 1) for name, call in bound.items())
-    for i in range(max(3, min(31, int(budget_ms / total)))):
-        for name, call in list(bound.items())[:: 1 if i % 2 else -1]:
-            samples[name].append(once(call, times[name]))
-    flop = 4 * math.prod(grid) * math.prod(window) * heads * 64
-    row: dict[str, Any] = {"grid": grid, "window": window, "heads": heads}
-    for name, found in samples.items():
-        ms = statistics.median(found)
-        row[name] = {"ms": ms, "min_ms": min(found), "samples": len(found), "useful_tflops": flop / ms / 1e9}
+    row = measure(bound, grid, window, heads, budget_ms, most=31)
     if "natten" in row:
         row["times_natten"] = row["natten"]["ms"] / row["ltx"]["ms"]
     row["spot_error"] = {name: spot_error(q, k, v, call(), window) for name, call in bound.items()}
@@ -131,8 +98,6 @@ def errors(calls: dict[str, Call]) -> list[dict[str, Any]]:
 
 def host_us(window: Triple = (3, 5, 5)) -> float:
     """Microseconds that the host spends on a call, with the GPU kept from falling behind."""
-    import time
-
     q, k, v = draw((3, 5, 5), heads=1)
     prepare(window)
     samples = []
@@ -176,7 +141,7 @@ def main() -> None:
             f"error {row['kind']:8}{row['window']!s:13}", {n: f"{row[n]:.3e}" for n in calls}, row.get("times_natten")
         )
     for grid, window, heads in [*STAGE_5, *([LARGEST] if args.largest else []), *STAGES, *SMALL]:
-        row = measure(calls, grid, window, heads, args.budget_ms)
+        row = compare(calls, grid, window, heads, args.budget_ms)
         result["rows"].append(row)
         parts = [f"{n} {row[n]['ms']:9.3f} ms {row[n]['useful_tflops']:6.1f} TFLOP/s" for n in calls]
         ratio = f"{row['times_natten']:.2f}x" if "times_natten" in row else ""

@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
-import statistics
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,70 +22,27 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.fna_timing import ELEVEN, LARGEST, STAGE_5, STAGES, Triple, measure
 from ltx_inductor.kernels import fna_exact
-
-Triple = tuple[int, int, int]
-ELEVEN = (11, 11, 11)
-SHAPES = [  # grid, window, heads: stage 5, then stages 1 to 4 of the decoder for 121 frames at 512 x 768
-    ((33, 64, 96), ELEVEN, 4),
-    ((65, 96, 160), ELEVEN, 4),
-    ((121, 136, 240), ELEVEN, 4),
-    ((18, 16, 24), (3, 7, 7), 32),
-    ((18, 32, 48), (3, 7, 7), 16),
-    ((35, 32, 48), (3, 5, 5), 8),
-    ((69, 64, 96), (3, 5, 5), 8),
-]
-LARGEST = ((121, 272, 480), ELEVEN, 4)
-
-
-def draw(grid: Triple, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [1, T, H, W, heads, 64], bf16, made slice by slice: the largest is 8 GB each."""
-    gen = torch.Generator("cuda").manual_seed(1)
-    tensors = tuple(torch.empty((1, *grid, heads, 64), dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    for t in range(grid[0]):
-        for x, size in zip(tensors, (1.7, 10.4, 0.0), strict=True):
-            drawn = torch.randn((1, *grid[1:], heads, 64), generator=gen, device="cuda")
-            x[:, t] = torch.nn.functional.normalize(drawn, dim=-1) * size if size else drawn
-    return tensors
+from tests.gpu.fna_cases import draw
 
 
 def differing(a: Tensor, b: Tensor) -> int:
     return sum(int((a[:, t].view(torch.int16) != b[:, t].view(torch.int16)).sum()) for t in range(a.shape[1]))
 
 
-def once(call: Callable[[], Any], times: int) -> float:
-    """Milliseconds of one of `times` calls in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / times
-
-
-def measure(grid: Triple, window: Triple, heads: int, budget_ms: float) -> dict[str, Any]:
+def compare(grid: Triple, window: Triple, heads: int, budget_ms: float) -> dict[str, Any]:
     import natten
 
-    q, k, v = draw(grid, heads)
+    q, k, v = draw(grid, heads=heads, seed=1)
     calls = {
         "natten": lambda: natten.na3d(q, k, v, kernel_size=window, scale=1.0),
         "exact": lambda: fna_exact.launch(q, k, v, window, 1.0),
     }
     want, got = calls["natten"](), calls["exact"]()
-    row: dict[str, Any] = {"grid": grid, "window": window, "heads": heads, "elements": got.numel()}
-    row["elements_that_differ"] = differing(want, got)
+    bits = {"elements": got.numel(), "elements_that_differ": differing(want, got)}
     del want, got
-    first = {name: once(call, 1) for name, call in calls.items()}
-    times = {name: max(1, round(2.0 / ms)) for name, ms in first.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(max(3, min(21, int(budget_ms / sum(max(2.0, ms) for ms in first.values()))))):
-        for name, call in list(calls.items())[:: 1 if i % 2 else -1]:
-            samples[name].append(once(call, times[name]))
-    flop = 4 * math.prod(grid) * math.prod(window) * heads * 64
-    for name, found in samples.items():
-        ms = statistics.median(found)
-        row[name] = {"ms": ms, "min_ms": min(found), "samples": len(found), "useful_tflops": flop / ms / 1e9}
+    row = measure(calls, grid, window, heads, budget_ms, most=21) | bits
     row["times_natten"] = row["natten"]["ms"] / row["exact"]["ms"]
     return row
 
@@ -114,8 +68,8 @@ def main() -> None:
         "rows": [],
     }
     print(f"{result['device']}, torch {result['torch']}, TileLang {result['tilelang']}")
-    for grid, window, heads in [*SHAPES, *([LARGEST] if args.largest else [])]:
-        row = measure(grid, window, heads, args.budget_ms)
+    for grid, window, heads in [*STAGE_5, *STAGES, *([LARGEST] if args.largest else [])]:
+        row = compare(grid, window, heads, args.budget_ms)
         result["rows"].append(row)
         parts = [f"{n} {row[n]['ms']:9.3f} ms {row[n]['useful_tflops']:6.1f} TFLOP/s" for n in ("natten", "exact")]
         bits = f"{row['elements_that_differ']} of {row['elements']} elements differ"
