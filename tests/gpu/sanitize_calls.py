@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -43,14 +45,14 @@ def main() -> None:
     build_only = parser.parse_args().build
     prepare(CALLS)
     arch, launched = torch.cuda.get_device_capability(), 0
-    windows = (
-        []
-        if fna.unsupported(arch=arch, dtype=torch.bfloat16, head_dim=64, kernel_size=(3, 3, 3), exact=False)
-        else GRIDS
-    )
-    for _, window in windows:
-        missing = fna.prepare(arch, dtype=torch.bfloat16, head_dim=64, kernel_size=window, exact=False, device=0)
+    neighborhoods = []
+    for exact, (grid, window) in itertools.product((False, True), GRIDS):
+        kernel: Any = {"dtype": torch.bfloat16, "head_dim": 64, "kernel_size": window, "exact": exact}
+        if (exact and not find_spec("tilelang")) or fna.unsupported(arch=arch, **kernel):
+            continue
+        missing = fna.prepare(arch, device=0, **kernel)
         assert missing is None, missing
+        neighborhoods.append((grid, window, exact))
     if build_only:
         return
     for case, path in itertools.product(CALLS, PATHS):
@@ -58,9 +60,9 @@ def main() -> None:
             launched += run(case, make(case, 0), path) is not None
         except ValueError:  # this path does not serve these strides
             continue
-    for grid, window in windows:
+    for grid, window, exact in neighborhoods:
         q, k, v = (torch.randn(1, *grid, 2, 64, device="cuda").bfloat16() for _ in "qkv")
-        fna.launch(q, k, v, window, 0.125)
+        fna.launch(q, k, v, window, 0.125, exact)
         launched += 1
     torch.cuda.synchronize()
     print(f"launched {launched} calls")
