@@ -147,6 +147,7 @@ def main() -> None:
     from diffusers.models.autoencoders import ltx2_diffusion_decoder
 
     ltx2_diffusion_decoder._SWIGLU_TILE_SIZE = args.swiglu_tile
+    torch._dynamo.config.recompile_limit = 64  # five stages, two backends, one function
     result: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),

@@ -18,6 +18,7 @@ import torch
 import ltx_inductor.ops  # noqa: F401  (registers the ops whose schemas are part of the id)
 from ltx_inductor import __version__
 from ltx_inductor.config import Config
+from ltx_inductor.kernels import profit
 
 _PACKAGE = Path(__file__).resolve().parent
 # Every source that has a say in what the pass writes into a graph.
@@ -36,6 +37,7 @@ def cache_id(config: Config) -> str:
         f"torch {torch.__version__}",
         f"rules {config.rules} cpu {config.cpu} strict {config.strict} exact {config.exact} "
         f"trust {config.trust_block_mask} verify {config.verify}",
+        f"profit {profit.digest(config.profit)}",
         source_digest(),
         kernel_digest(),
         f"kernels can be built: {_can_build()}",

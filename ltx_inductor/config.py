@@ -14,6 +14,7 @@ from typing import Any
 PREFIX = "ltx_inductor."
 RULES = ("rmsnorm_split_rope", "neighborhood_attention")
 VERIFY = ("first", "always", "off")
+PROFIT = ("measured", "any")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -30,7 +31,9 @@ class Config:
     trust_block_mask: take the BlockMask of a FlexAttention for what create_block_mask makes of its mask_mod, where
              the graph does not show that it is, because it comes in as an input.
     verify:  when a kernel is compared with eager: "first", before its first use on a device and torch version;
-             "always", at every call too, where a difference turns it off (to debug; the RoPE ops, not na3d); or "off".
+             "always", at every call too, where a difference turns it off (to debug: eager runs beside it); or "off".
+    profit:  what is left alone although it is legal, because it would be slower: "measured", where the measurements
+             that the package carries say so; "any", nothing; or the path of a table of your own (benchmarks/profit.py).
     """
 
     rules: tuple[str, ...] = RULES
@@ -40,6 +43,7 @@ class Config:
     exact: bool = False
     trust_block_mask: bool = False
     verify: str = "first"
+    profit: str = "measured"
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -51,6 +55,10 @@ class Config:
             )
         if self.verify not in VERIFY:
             raise ValueError(f"verify={self.verify!r}: expected one of {', '.join(VERIFY)}")
+        if self.profit not in PROFIT and not os.path.isfile(self.profit):
+            raise ValueError(
+                f"profit={self.profit!r}: expected one of {', '.join(PROFIT)}, or a file of benchmarks/profit.py"
+            )
 
     def with_options(self, options: Mapping[str, Any]) -> Config:
         """A copy with the `ltx_inductor.*` keys of `options` applied; other keys are ignored.
@@ -94,13 +102,17 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             raise TypeError(f"option {key}={value!r}: expected one of {', '.join(VERIFY)}")
         return value
+    if name == "profit":
+        if not isinstance(value, (str, os.PathLike)):
+            raise TypeError(f"option {key}={value!r}: expected one of {', '.join(PROFIT)}, or the path of a table")
+        return os.fspath(value)
     if not isinstance(value, bool):
         raise TypeError(f"option {key}={value!r}: expected True or False")
     return value
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Config:
-    """The defaults as LTX_INDUCTOR_CPU, _STRICT, _EXACT (0/1), _DUMP (a folder) and _VERIFY set them."""
+    """The defaults as LTX_INDUCTOR_CPU, _STRICT, _EXACT (0/1), _DUMP (a folder), _VERIFY and _PROFIT set them."""
     env = os.environ if environ is None else environ
     return Config(
         cpu=flag(env, "LTX_INDUCTOR_CPU"),
@@ -109,6 +121,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Config:
         trust_block_mask=flag(env, "LTX_INDUCTOR_TRUST_BLOCK_MASK"),
         dump=env.get("LTX_INDUCTOR_DUMP") or None,
         verify=env.get("LTX_INDUCTOR_VERIFY", "").strip().lower() or "first",
+        profit=env.get("LTX_INDUCTOR_PROFIT", "").strip() or "measured",
     )
 
 

@@ -62,7 +62,7 @@ def explain(
 
     def look(graph: fx.Graph) -> None:
         try:
-            found.append(rewrite(graph, config, assumed_kernels()))
+            found.append(rewrite(graph, config, assumed_kernels(config.profit)))
         except StrictError as error:
             lost.append(error)
 
@@ -95,7 +95,7 @@ def explain(
 @contextlib.contextmanager
 def _natten_calls_in(backend: Any, config: Config) -> Iterator[None]:
     token = object()
-    asked = natten_calls.Compile(config, assumed_kernels())
+    asked = natten_calls.Compile(config, assumed_kernels(config.profit))
     natten_calls.install(token, lambda other, _: asked if other is backend else None)
     try:
         yield

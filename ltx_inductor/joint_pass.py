@@ -67,7 +67,8 @@ class LtxPass(CustomGraphPass):
         self.config = config
 
     def __call__(self, graph: fx.Graph) -> None:
-        kernels = Remembering(_for_a_package() or device_kernels(self.config.verify != "off"))
+        prove = self.config.verify != "off"
+        kernels = Remembering(_for_a_package() or device_kernels(prove, self.config.profit), prove)
         session.deliver(rewrite(graph, self.config, kernels), kernels.needs)
         _lower_directly()
 

@@ -17,19 +17,24 @@ import torch
 log = logging.getLogger("ltx_inductor")
 
 
-def device_kernels(prove: bool = True) -> Any:
-    """The kernels of this process's devices: looked up, built if need be, and proved, while they are asked for."""
+def device_kernels(prove: bool = True, profit: str = "measured") -> Any:
+    """The kernels of this process's devices: looked up, built if need be, and proved, while they are asked for.
+
+    prove: compare them with eager before their first use. profit: as the option of that name.
+    """
     from ltx_inductor.kernels.choice import DeviceKernels
+    from ltx_inductor.kernels.profit import table
     from ltx_inductor.ops import na3d, rope
 
-    return DeviceKernels(rope.reference, na3d.reference, prove)
+    return DeviceKernels(rope.reference, na3d.reference, prove, table(profit))
 
 
-def assumed_kernels() -> Any:
+def assumed_kernels(profit: str = "measured") -> Any:
     """For `explain`: builds nothing and answers as if everything that can be built were."""
     from ltx_inductor.kernels.choice import AssumedKernels
+    from ltx_inductor.kernels.profit import table
 
-    return AssumedKernels()
+    return AssumedKernels(table(profit))
 
 
 class NoKernels:
@@ -41,6 +46,9 @@ class NoKernels:
     def refusal(self, need: Any) -> str | None:
         return self._reason
 
+    def slower(self, need: Any, size: int | None) -> str | None:
+        return None
+
     def note(self, need: Any) -> str | None:
         return None
 
@@ -49,18 +57,25 @@ class NoKernels:
 
 
 class Remembering:
-    """`kernels`, with `needs` growing by every launch that it can serve on a GPU."""
+    """`kernels`, with `needs` growing by every launch that it can serve on a GPU.
 
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
+    prove: whether `kernels` compares them with eager; so does who asks again.
+    """
+
+    def __init__(self, kernels: Any, prove: bool = True) -> None:
+        self._kernels, self._prove = kernels, prove
         self.needs: list[dict[str, Any]] = []
 
     def refusal(self, need: Any) -> str | None:
         sentence: str | None = self._kernels.refusal(need)
         if sentence is None and need.device.type != "cpu":
-            data = _to_json(need)
+            data = {**_to_json(need), "prove": self._prove}
             if data not in self.needs:
                 self.needs.append(data)
+        return sentence
+
+    def slower(self, need: Any, size: int | None) -> str | None:
+        sentence: str | None = self._kernels.slower(need, size)
         return sentence
 
     def note(self, need: Any) -> str | None:
@@ -78,9 +93,9 @@ def ask_again(needs: Iterable[Mapping[str, Any]], example_inputs: Sequence[Any])
     if not wanted:
         return []
     device = next((t.device for t in example_inputs if isinstance(t, torch.Tensor) and t.device.type != "cpu"), None)
-    kernels, missing = device_kernels(), []
+    missing = []
     for data in wanted:
-        sentence = kernels.refusal(_from_json(data, device))
+        sentence = device_kernels(data.get("prove", True)).refusal(_from_json(data, device))
         if sentence is not None:
             missing.append(f"a cached graph runs without its kernel: {sentence}")
     return missing
@@ -101,5 +116,5 @@ def _from_json(data: Mapping[str, Any], device: torch.device | None) -> Any:
             return getattr(torch, v)
         return tuple(v) if isinstance(v, list) else v
 
-    fields = {k: value(k, v) for k, v in data.items() if k not in ("kind", "device")}
+    fields = {k: value(k, v) for k, v in data.items() if k not in ("kind", "device", "prove")}
     return NEEDS[data["kind"]](device=device or torch.device(data["device"]), **fields)

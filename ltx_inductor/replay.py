@@ -1,4 +1,7 @@
-"""python -m ltx_inductor replay FILE: runs a kept call again, by its kernel and by eager, and compares the bits."""
+"""python -m ltx_inductor replay FILE: runs a kept call again, by its kernel and by eager, and compares.
+
+The RoPE ops are compared bit for bit, na3d as `verify="always"` compares it (ltx_inductor/ops/na3d_verified.py).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import repro, rope
+from ltx_inductor.kernels import fna, repro, rope
+from ltx_inductor.ops import na3d, na3d_verified
 from ltx_inductor.ops import rope as ops
 
 _OPS: dict[str, tuple[Any, Any]] = {
     "rmsnorm_split_rope": (rope.launch_single, ops.reference),
     "qk_rmsnorm_split_rope": (rope.launch_pair, ops.reference_pair),
 }
+
+_NA3D = "na3d"
 
 
 class ReplayError(Exception):
@@ -30,22 +36,46 @@ def replay(path: str | Path) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise ReplayError("there is no GPU here, and the kernel runs on one only")
     args = _on_the_gpu(data["args"])
-    launch, eager = _OPS[data["op"]]
     with torch.no_grad():
-        _prepare(args)
-        got, want = launch(*args), eager(*args)
-    if got is None:
-        raise ReplayError("the kernel declines these inputs: eager sums them in another order, and the op runs eager")
-    pairs = list(zip(_tuple(got), _tuple(want), strict=True))
+        elements, wrong = _neighborhood(args) if data["op"] == _NA3D else _rope(data["op"], args)
     recorded = {k: data[k] for k in ("torch", "cuda", "device")}
     here = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "device": torch.cuda.get_device_name()}
     return {
         "op": data["op"],
-        "elements": sum(g.numel() for g, _ in pairs),
-        "differing": sum(repro.differing(g, w) for g, w in pairs),
+        "elements": elements,
+        "differing": wrong,
         "recorded": recorded,
         "here": here,
     }
+
+
+def _rope(op: str, args: list[Any]) -> tuple[int, int]:
+    """(elements, how many of them differ)"""
+    _prepare(args)
+    launch, eager = _OPS[op]
+    got, want = launch(*args), eager(*args)
+    if got is None:
+        raise ReplayError("the kernel declines these inputs: eager sums them in another order, and the op runs eager")
+    pairs = list(zip(_tuple(got), _tuple(want), strict=True))
+    return sum(g.numel() for g, _ in pairs), sum(repro.differing(g, w) for g, w in pairs)
+
+
+def _neighborhood(args: list[Any]) -> tuple[int, int]:
+    q, k, v, kernel_size, scale, exact = args
+    t, h, w = kernel_size
+    missing = fna.prepare(
+        torch.cuda.get_device_capability(),
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        kernel_size=(t, h, w),
+        exact=exact,
+        device=torch.cuda.current_device(),
+    )
+    if missing is not None:
+        raise ReplayError(missing)
+    got = fna.launch(q, k, v, (t, h, w), scale, exact)
+    elements, wrong, _ = na3d_verified.difference(got, q, k, v, (t, h, w), scale, exact, na3d.reference)
+    return elements, wrong
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -55,8 +85,10 @@ def _load(path: Path) -> dict[str, Any]:
         raise ReplayError(f"{path}: {error.strerror}") from None
     except Exception as error:  # whatever torch makes of a file that is none of its own
         raise ReplayError(f"{path} is not a kept call of ltx_inductor ({type(error).__name__})") from None
-    if not isinstance(data, dict) or data.get("op") not in _OPS or "args" not in data:
-        raise ReplayError(f"{path} is not a kept call of ltx_inductor; expected one of the ops {', '.join(_OPS)}")
+    if not isinstance(data, dict) or data.get("op") not in (*_OPS, _NA3D) or "args" not in data:
+        raise ReplayError(
+            f"{path} is not a kept call of ltx_inductor; expected one of the ops {', '.join((*_OPS, _NA3D))}"
+        )
     return data
 
 

@@ -275,6 +275,9 @@ class FakeKernels:
         self.asked.append(need)
         return "no compiler" if need.head_dim == 48 else None
 
+    def slower(self, need, size):
+        return None
+
     def note(self, need):
         return None
 

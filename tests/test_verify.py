@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 
 import ltx_inductor
 import ltx_inductor.ops.rope as ops
+from ltx_inductor import kernel_needs
 from ltx_inductor.cli import main
 from ltx_inductor.config import Config, from_environment
-from ltx_inductor.kernels import choice, compilers, counts, gate, rope
-from ltx_inductor.ops import verified
-from ltx_inductor.rewrite.needs import KernelNeed
+from ltx_inductor.kernels import choice, compilers, counts, fna, fna_gate, gate, rope
+from ltx_inductor.ops import na3d, na3d_verified, verified
+from ltx_inductor.rewrite.needs import KernelNeed, NeighborhoodNeed
 
 from .harness import bit_difference, copy_graph, run_graph, trace
 from .models.sides import CASES as SIDES
@@ -197,3 +200,132 @@ def test_counters_of_the_c_kernel_are_read_where_they_are(monkeypatch: pytest.Mo
     assert json.loads(json.dumps(ltx_inductor.stats()))["rmsnorm_split_rope"]["kernel"] == 1
     monkeypatch.setattr(counts, "_library", [])
     ltx_inductor.stats(reset=True)
+
+
+# Neighborhood attention
+
+GRID, WINDOW = (6, 7, 9), (3, 5, 5)
+
+
+@pytest.fixture
+def attention(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """q, k, v, window, scale of a call."""
+    monkeypatch.setattr(fna, "_off", {})
+    torch.manual_seed(0)
+    return (*(torch.randn(2, *GRID, 3, 64).to(BF16) for _ in "qkv"), WINDOW, 0.125)
+
+
+def checked(out: torch.Tensor, attention: tuple[Any, ...], exact: bool = False) -> torch.Tensor:
+    return na3d_verified.compared(out, *attention, exact, na3d.reference)
+
+
+def test_an_accurate_result_passes_and_is_counted(attention: tuple[Any, ...]) -> None:
+    right = na3d.reference(*attention)
+    assert checked(right, attention) is right
+    stats = ltx_inductor.stats()["na3d"]
+    assert (stats["checks"], stats["checked_elements"], stats["differing"]) == (1, right.numel(), 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(30.0, r"has a relative error of .* more than 3e-03"), (float("nan"), "gives 1 inf or NaN")],
+)
+def test_a_wrong_result_turns_na3d_off(attention: tuple[Any, ...], value: float, words: str, tmp_path: Path) -> None:
+    wrong = na3d.reference(*attention)
+    wrong[0, 1, 2, 3, 1, 5] = value
+    with pytest.warns(UserWarning, match=words + ".* python -m ltx_inductor replay"):
+        got = checked(wrong, attention)
+    assert bit_difference(got, na3d.reference(*attention)) is None
+    assert ltx_inductor.stats()["na3d"]["differing"] == (wrong.numel() if value == value else 1)
+    assert fna.prepare((9, 0), dtype=BF16, head_dim=64, kernel_size=WINDOW, device=None) is not None  # type: ignore[arg-type]
+    with pytest.raises(rope.KernelNotReadyError, match="it is off in this process"):
+        fna.launch(*attention)
+    assert (None, WINDOW, True) not in fna._off
+    (file,) = tmp_path.rglob("na3d-*.pt")
+    q, *_, exact = torch.load(file, weights_only=True)["args"]
+    assert bit_difference(q, attention[0]) is None
+    assert exact is False
+
+
+def test_a_value_that_is_not_finite_is_no_error_where_the_reference_has_it_too(attention: tuple[Any, ...]) -> None:
+    attention[2][0, 0, 0, 0, 0, 0] = float("inf")
+    right = na3d.reference(*attention)
+    assert not right.isfinite().all()
+    assert checked(right, attention) is right
+    assert checked(right.nan_to_num(0, 0, 0), attention) is not None
+    assert ltx_inductor.stats()["na3d"]["differing"] == 0
+
+
+def test_of_a_large_grid_heads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(na3d_verified, "_QUERIES", 2 * 6 * 7 * 9)
+    q = torch.empty(2, 6, 7, 9, 3, 64)
+    seen = [q[na3d_verified._some(q, turn)].shape for turn in range(2)]
+    assert seen == [(1, 6, 7, 9, 2, 64), (1, 6, 7, 9, 1, 64)]
+    assert q[:1, ..., :2, :][na3d_verified._some(q[:1, ..., :2, :], 0)].shape == (1, 6, 7, 9, 2, 64)
+
+
+def test_exact_is_compared_with_natten_where_that_is(
+    attention: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = na3d.reference(*attention)
+    natten = types.ModuleType("natten")
+    natten.HAS_LIBNATTEN, natten.__version__ = True, "0.0"  # type: ignore[attr-defined]
+    natten.na3d = lambda q, k, v, kernel_size, scale, **_: na3d.reference(q, k, v, kernel_size, scale)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "natten", natten)
+    assert checked(right, attention, exact=True) is right
+    other = right.clone()
+    other.view(torch.int16).view(-1)[3] ^= 1
+    assert checked(other, attention) is other  # well within the bound
+    with pytest.warns(UserWarning, match="differs from NATTEN in 1 of"):
+        assert bit_difference(checked(other, attention, exact=True), right) is None
+    natten.HAS_LIBNATTEN = False  # type: ignore[attr-defined]
+    assert checked(other, attention, exact=True) is other
+
+
+@pytest.mark.parametrize("bit", [0, 1])
+def test_the_exact_schedule_is_compared_before_its_first_use(bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Any, k: Any, v: Any, window: Any, scale: float, flip: int) -> torch.Tensor:
+        out = q + k  # quick: what is compared is whether the two agree
+        out.view(torch.int16).view(-1)[9] ^= flip
+        return out
+
+    natten = types.ModuleType("natten")
+    natten.HAS_LIBNATTEN, natten.__version__ = True, "0.0"  # type: ignore[attr-defined]
+    natten.na3d = lambda q, k, v, kernel_size, scale, **_: attend(q, k, v, kernel_size, scale, 0)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "natten", natten)
+    monkeypatch.setattr(fna, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(fna, "launch", lambda q, k, v, w, s, exact: attend(q, k, v, w, s, bit))
+    monkeypatch.setattr(fna_gate, "draw", lambda *_: [torch.ones(1, 2, 3, 4, 2, 64).to(BF16) for _ in "qkv"])
+    monkeypatch.setattr(fna_gate.proofs, "verdict", lambda device, facts, measure: measure())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    need = NeighborhoodNeed(torch.device("cuda:0"), BF16, 64, (11, 11, 11), True)
+    family = choice._Neighborhood(na3d.reference)
+    missing = family.ready(need, (9, 0), 0)
+    if bit:
+        assert missing is not None
+        assert "differs from NATTEN 0.0 in 4 of" in missing
+        assert choice._Neighborhood(na3d.reference, prove=False).ready(need, (9, 0), 0) is None
+    else:
+        assert missing is None
+        assert "compared with NATTEN 0.0 on a GPU" in family.proof(need, 0)
+    monkeypatch.delitem(sys.modules, "natten")
+    assert family.ready(need, (9, 0), 0) is None
+    assert "not compared here" in family.proof(need, 0)
+
+
+def test_a_cached_graph_is_proved_only_where_the_first_compile_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Kernels:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def refusal(self, need: Any) -> None:
+            return None
+
+    monkeypatch.setattr(kernel_needs, "device_kernels", lambda prove: asked.append(prove) or Kernels())
+    need = NeighborhoodNeed(torch.device("cuda:0"), BF16, 64, (11, 11, 11), False)
+    for prove in (True, False):
+        remembering = kernel_needs.Remembering(Kernels(), prove)
+        remembering.refusal(need)
+        assert kernel_needs.ask_again(json.loads(json.dumps(remembering.needs)), []) == []
+    assert asked == [True, False]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from ltx_inductor.kernels import fna, fna_gate, gate, rope
+from ltx_inductor.kernels.profit import Table
 
 _ROPE, _NEIGHBORHOOD = "rmsnorm_split_rope", "neighborhood_attention"
 _NOT_PROVED = "not compared with eager on this device: verify is off"
@@ -86,8 +87,10 @@ class _Neighborhood:
 
     def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
         missing = fna.prepare(arch, **_neighborhood_facts(need), device=device)
-        if missing is not None or need.exact or not self._prove:
+        if missing is not None or not self._prove:
             return missing
+        if need.exact:
+            return fna_gate.exact_refusal(device)
         assert self._reference is not None
         return fna_gate.refusal(need.kernel_size, device, self._reference)
 
@@ -102,7 +105,7 @@ class _Neighborhood:
         if device is None:
             return "on the CPU the op runs its reference: fp32 throughout, one rounding of the result"
         if need.exact:
-            return "schedule exact: NATTEN's bits (docs/kernels-fna-exact.md says on what they were compared)"
+            return "schedule exact: NATTEN's bits; " + self._compared_with_natten(device)
         if self._reference is None:
             return "schedule fast: NATTEN's accuracy, not its bits"
         if not self._prove:
@@ -114,12 +117,25 @@ class _Neighborhood:
             f"attention in fp32, measured on {found['device']} with torch {found['torch']} (bound {found['bound']:.0e})"
         )
 
+    def _compared_with_natten(self, device: int) -> str:
+        if self._reference is None:
+            return "compared with it before its first use, where NATTEN is on the machine"
+        if not self._prove:
+            return _NOT_PROVED
+        found = fna_gate.exact_verdict(device)
+        if found["natten"] is None:
+            return "not compared here, where NATTEN is not imported (docs/kernels-fna-exact.md says on what they were)"
+        return (
+            f"compared with NATTEN {found['natten']} on {found['device']} with torch {found['torch']}: "
+            f"{found['elements']:,} elements, no bit differs"
+        )
+
 
 class DeviceKernels:
     """Kernels of this process's devices; the references on the CPU.
 
     reference, neighborhood_reference: those of the RoPE ops and of na3d, which kernels are compared with before their
-    first use. prove: whether they are (option verify="off").
+    first use. prove: whether they are (option verify="off"). profit: what is not worth it.
     """
 
     def __init__(
@@ -127,11 +143,13 @@ class DeviceKernels:
         reference: Callable[..., torch.Tensor],
         neighborhood_reference: Callable[..., torch.Tensor] | None = None,
         prove: bool = True,
+        profit: Table | None = None,
     ) -> None:
         self._families: dict[str, Family] = {
             _ROPE: _Rope(reference, prove),
             _NEIGHBORHOOD: _Neighborhood(neighborhood_reference, prove),
         }
+        self._profit = profit or Table()
 
     def refusal(self, need: Need) -> str | None:
         family = self._families[need.kind]
@@ -148,6 +166,11 @@ class DeviceKernels:
                 _warn_once(missing)
         return missing
 
+    def slower(self, need: Need, size: int | None) -> str | None:
+        if need.device.type != "cuda":
+            return None
+        return self._profit.refusal(need.kind, torch.cuda.get_device_capability(_index(need.device)), size)
+
     def note(self, need: Need) -> str | None:
         return None
 
@@ -158,8 +181,9 @@ class DeviceKernels:
 class AssumedKernels:
     """For `explain`: a CPU graph is reported as it would be on an H100 or H200, a CUDA graph as on its device."""
 
-    def __init__(self) -> None:
+    def __init__(self, profit: Table | None = None) -> None:
         self._families: dict[str, Family] = {_ROPE: _Rope(), _NEIGHBORHOOD: _Neighborhood()}
+        self._profit = profit or Table()
 
     def refusal(self, need: Need) -> str | None:
         family = self._families[need.kind]
@@ -168,6 +192,11 @@ class AssumedKernels:
         if need.device.type != "cuda":
             return None
         return family.unsupported(need, torch.cuda.get_device_capability(need.device))
+
+    def slower(self, need: Need, size: int | None) -> str | None:
+        cuda = need.device.type == "cuda"
+        arch = torch.cuda.get_device_capability(need.device) if cuda else ASSUMED_ARCH
+        return self._profit.refusal(need.kind, arch, size)
 
     def note(self, need: Need) -> str | None:
         if need.device.type != "cpu":

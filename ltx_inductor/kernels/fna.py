@@ -85,6 +85,12 @@ def unsupported(
 
 _lock = threading.Lock()
 _functions: dict[tuple[int, Window], int] = {}
+_off: dict[tuple[int, Window, bool], str] = {}  # (device, window, exact) -> why it must not run
+
+
+def turn_off(device: int, window: Window, exact: bool, sentence: str) -> None:
+    """From now on `prepare` and `launch` say no, in this process; `sentence` says why."""
+    _off[device, window, exact] = sentence
 
 
 def prepare(
@@ -99,6 +105,8 @@ def prepare(
     """Builds (or finds) the kernel and loads it on `device`; None, or a sentence that says why it cannot be used."""
     window: Window = (kernel_size[0], kernel_size[1], kernel_size[2])
     missing = unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=window, exact=exact)
+    if missing is None:
+        missing = _off.get((device, window, exact))
     if missing is not None:
         return missing
     if exact:
@@ -124,12 +132,14 @@ def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: Window, scale: float, e
     """Neighborhood attention of q, k, v [B, T, H, W, heads, 64], bf16, on one CUDA device; the result is contiguous.
 
     Tensors that the TMA cannot address (16-byte alignment, unit stride along head_dim) are copied first. Raises
-    KernelNotReadyError if `prepare` has not been called for the window and device.
+    KernelNotReadyError if `prepare` has not been called for the window and device, or the kernel was turned off.
     """
     window: Window = (kernel_size[0], kernel_size[1], kernel_size[2])
+    device = q.device.index
+    if (device, window, exact) in _off:
+        raise KernelNotReadyError(_off[device, window, exact])
     if exact:
         return fna_exact.launch(q, k, v, window, scale)
-    device = q.device.index
     function = _functions.get((device, window))
     if function is None:
         raise KernelNotReadyError(f"the fast neighborhood-attention kernel of {window} is not ready on {q.device}")

@@ -13,7 +13,7 @@ out          as q, contiguous
 The reference multiplies, sums and exponentiates in fp32, and rounds once, to the dtype of q. It goes by blocks of
 queries, whose keys are one box, and so needs some hundred megabytes on any grid; a value that is not finite may spread
 to queries nearby whose windows do not hold it. On CUDA the kernel runs (`exact` asks for the schedule with NATTEN's
-bits), or the reference where there is none.
+bits), or the reference where there is none; `verify` compares every result of the kernel (na3d_verified.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _BLOCK = (4, 4, 8)  # queries per axis of one block of the reference: 128 querie
 _SCORES = 1 << 24  # at most this many scores at once, 64 MiB in fp32, or one block of one head
 _LIBRARY = torch.library.Library("ltx_inductor", "FRAGMENT")
 _LIBRARY.define(
-    "na3d(Tensor q, Tensor k, Tensor v, int[3] kernel_size, float scale, bool exact=False) -> Tensor",
+    "na3d(Tensor q, Tensor k, Tensor v, int[3] kernel_size, float scale, bool exact=False, bool verify=False)"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 
@@ -125,12 +126,28 @@ def _certainly(fact: Any) -> bool:
     return statically_known_true(fact)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: float, exact: bool = False) -> Tensor:
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: Sequence[int],
+    scale: float,
+    exact: bool = False,
+    verify: bool = False,
+) -> Tensor:
     _check(q, k, v, kernel_size)
     return q.new_empty(q.shape)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: float, exact: bool = False) -> Tensor:
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: Sequence[int],
+    scale: float,
+    exact: bool = False,
+    verify: bool = False,
+) -> Tensor:
     if not q.is_cuda:
         counts.called("na3d", "reference")
         return reference(q, k, v, kernel_size, scale)
@@ -143,6 +160,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: flo
         try:
             out = fna.launch(q, k, v, window, scale, exact)
             counts.called("na3d", "kernel", (q, k, v, out))
+            if verify:
+                from ltx_inductor.ops import na3d_verified
+
+                return na3d_verified.compared(out, q, k, v, window, scale, exact, reference)
             return out
         except KernelNotReadyError as error:
             missing = str(error)
@@ -170,7 +191,13 @@ def _without_kernel(missing: str, exact: bool) -> None:
 
 
 def _no_gradients(
-    q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], scale: float, exact: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: Sequence[int],
+    scale: float,
+    exact: bool = False,
+    verify: bool = False,
 ) -> Tensor:
     if torch.is_grad_enabled():
         needing = [name for name, t in (("q", q), ("k", k), ("v", v)) if t.requires_grad]
@@ -180,7 +207,7 @@ def _no_gradients(
                 "torch.no_grad() or torch.inference_mode(), or on detached tensors"
             )
     with torch._C._AutoDispatchBelowAutograd():
-        out: Tensor = torch.ops.ltx_inductor.na3d.default(q, k, v, kernel_size, scale, exact)
+        out: Tensor = torch.ops.ltx_inductor.na3d.default(q, k, v, kernel_size, scale, exact, verify)
     return out
 
 

@@ -34,8 +34,7 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
     """
     results = _as_tuple(got)
     if results[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        counts.postponed(op)
-        _note(f"{op}: calls inside CUDA-graph capture were not compared with eager; those outside of it are")
+        postpone(op)
         return got
     want = eager(*args)
     elements = sum(g.numel() for g in results)
@@ -49,7 +48,7 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
         "process, which runs the eager chain; " + repro.save(op, args)
     )
     rope.turn_off(args, sentence)
-    _note(sentence)
+    note(sentence)
     warnings.warn(f"ltx_inductor: {sentence}", stacklevel=2)
     return want
 
@@ -58,6 +57,13 @@ def _as_tuple(out: Any) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
-def _note(sentence: str) -> None:
+def postpone(op: str) -> None:
+    """Counts and tells of a call of `op` that is not compared, since a CUDA graph is being captured."""
+    counts.postponed(op)
+    note(f"{op}: calls inside CUDA-graph capture were not compared with eager; those outside of it are")
+
+
+def note(sentence: str) -> None:
+    """Puts a finding into the reports of this process, once."""
     if sentence not in notes:
         notes.append(sentence)

@@ -55,6 +55,10 @@ class Kernels(Protocol):
         """None if the launch can run, or a sentence that says what is missing and what to do."""
         ...
 
+    def slower(self, need: Need, size: int | None) -> str | None:
+        """None if the launch is worth it, or not measured; else a sentence. size: see `ltx_inductor.kernels.profit`."""
+        ...
+
     def note(self, need: Need) -> str | None:
         """Something worth telling about a launch that is written all the same, or None."""
         ...

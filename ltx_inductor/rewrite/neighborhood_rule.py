@@ -95,7 +95,8 @@ class _Rewriter:
                     expected="hopper_na3d_forward with tiles (4, 4, 4) and (4, 4, 8) and a positive scale",
                     hint="without exact=True it is replaced by attention of the same accuracy",
                 )
-            proof = job.ask([_need(call.q.meta["val"], call.kernel_size, job.config.exact)])
+            need = _need(call.q.meta["val"], call.kernel_size, job.config.exact)
+            proof = job.ask([need], _queries(call.q.meta["val"]))
             drawn = self._drawings.before(alike, inputs, [call.result])
             before = job.pictures.before(self._view.order, inputs, [call.result]) if job.pictures else None
             op, new = self._write(call, inputs)
@@ -139,7 +140,9 @@ class _Rewriter:
         w.after(call.result)
         if call.grid is not None:
             inputs = [_on_grid(w, n, call.grid, call.call) for n in inputs]
-        arguments = (*inputs, list(call.kernel_size), call.scale, self._job.config.exact)
+        arguments = [*inputs, list(call.kernel_size), call.scale, self._job.config.exact]
+        if self._job.config.verify == "always":
+            arguments.append(True)
         op = new = w.call(torch.ops.ltx_inductor.na3d.default, *arguments, like=call.call)
         if call.grid is not None:
             new = _heads_first(w, op, call.call)
@@ -222,6 +225,12 @@ def _need(q: torch.Tensor, window: tuple[int, int, int], exact: bool) -> Neighbo
     if not isinstance(head_dim, int):
         raise Refuse(f"head_dim is {head_dim}", expected="a size that is known at compile time")
     return NeighborhoodNeed(q.device, q.dtype, head_dim, window, exact)
+
+
+def _queries(q: torch.Tensor) -> int | None:
+    """Queries times heads; None if a size is dynamic."""
+    sizes = list(q.shape[:-1])
+    return math.prod(sizes) if all(isinstance(s, int) for s in sizes) else None
 
 
 def _shapes(call: NeighborhoodCall) -> dict[str, str]:

@@ -53,7 +53,7 @@ def run(job: Job) -> None:
         alike = tuple((source, *shapes.values(), s.side.contract.name) for s, shapes, source in described)
         sizes = traffic(launch)
         try:
-            proof = job.ask(_needs(launch))
+            proof = job.ask(_needs(launch), None if None in sizes else sum(size or 0 for size in sizes))
             inputs = [n for s in launch.sides for n in input_nodes(s)]
             results = [s.side.result for s in launch.sides]
             drawn = drawings.before(alike, inputs, results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,16 +51,24 @@ class Job:
         )
         self._refusals.append((at, refusal))
 
-    def ask(self, needs: Iterable[Need]) -> str:
-        """How it is known that the kernels are right. Raises Refuse where one is missing.
+    def ask(self, needs: Sequence[Need], size: int | None = None) -> str:
+        """How it is known that the kernels are right. Raises Refuse where one is missing, or is not worth it.
 
-        Notes what is worth telling, and the time it took to get the kernels ready.
+        size: of the launch, in what the rule counts (`ltx_inductor.kernels.profit`); None if it is not known. Notes
+        what is worth telling, and the time it took to get the kernels ready.
         """
         if self.kernels is None:
             return ""
         proofs: dict[str, None] = {}
         start = time.perf_counter()
         try:
+            slower = self.kernels.slower(needs[0], size)
+            if slower:
+                raise Refuse(
+                    slower,
+                    expected="a size at which the kernel was measured to be faster",
+                    hint='option ltx_inductor.profit="any" rewrites it all the same',
+                )
             for need in needs:
                 sentence = self.kernels.refusal(need)
                 if sentence:

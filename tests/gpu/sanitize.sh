@@ -4,7 +4,8 @@
 #   tests/gpu/sanitize.sh [FOLDER]      FOLDER takes one log a tool (default: sanitize); exit status 1 if one complains
 #
 # Needs a GPU and compute-sanitizer (CUDA toolkit). Only our kernels are watched: torch's would take hours. initcheck has
-# to see who writes the inputs, so it watches all.
+# to see who writes the inputs, so it watches all. Failing driver calls are no errors: kernels that a module may not have
+# are asked for by name.
 set -u
 cd "$(dirname "$0")/../.."
 out=${1:-sanitize}
@@ -21,7 +22,7 @@ for tool in memcheck racecheck synccheck initcheck; do
   filter='--kernel-name regex=rope|fna'
   [ $tool = initcheck ] && filter=
   # shellcheck disable=SC2086
-  timeout "${LIMIT_S:-600}" "$sanitizer" --tool $tool --error-exitcode 1 $filter \
+  timeout "${LIMIT_S:-600}" "$sanitizer" --tool $tool --report-api-errors no --error-exitcode 1 $filter \
     "$python" -m tests.gpu.sanitize_calls > "$out/$tool.log" 2>&1 || failed=1
   grep -E "ERROR SUMMARY|RACECHECK SUMMARY|launched" "$out/$tool.log" || echo "no summary: see $out/$tool.log"
 done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import ltx_inductor
+from ltx_inductor.kernels import fna
+from ltx_inductor.ops import verified
 from ltx_inductor.ops.na3d import reference
+from ltx_inductor.replay import replay
 from tests.gpu.fna_cases import draw, error, expected, prepare
 
 ELEVEN = (11, 11, 11)
@@ -87,6 +91,47 @@ def test_exact_gives_the_bits_of_natten() -> None:
         report.expect(neighborhood_attention=1)
         torch._dynamo.reset()
         assert torch.equal(got, torch.compile(model, fullgraph=True)(x))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_verify_always(exact: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if exact:
+        pytest.importorskip("tilelang")
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(fna, "_off", {})
+    model = module(real_na3d())
+    x = torch.randn(1, 13, 16, 18, 256, device="cuda", dtype=torch.bfloat16)
+    options = {"ltx_inductor.exact": exact, "ltx_inductor.verify": "always"}
+    compiled = torch.compile(model, backend="ltx", options=options, fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        report = ltx_inductor.last_report()
+        assert report is not None
+        report.expect(neighborhood_attention=1)
+        assert ("compared with NATTEN" if exact else "relative error") in report.sites[0].proof
+        ltx_inductor.stats(reset=True)
+        right = compiled(x)
+        counted = ltx_inductor.stats()["na3d"]
+        assert (counted["kernel"], counted["checks"], counted["differing"]) == (1, 1, 0)
+        launch = fna.launch
+
+        def wrong(*args: Any) -> Tensor:
+            out = launch(*args)
+            out.view(torch.int16).view(-1)[77] ^= 1 if exact else 1 << 14  # a last bit, or 2^128 times as much
+            return out
+
+        monkeypatch.setattr(fna, "launch", wrong)
+        with pytest.warns(UserWarning, match=r"the kernel of na3d .* it is off in this process"):
+            got = compiled(x)
+        monkeypatch.setattr(fna, "launch", launch)
+        assert error(got, right.double()) < 6e-3
+        with pytest.warns(UserWarning, match="runs its reference"):
+            compiled(x)
+    (file,) = tmp_path.rglob("*.pt")
+    monkeypatch.setattr(fna, "_off", {})
+    found = replay(file)
+    assert (found["op"], found["differing"]) == ("na3d", 0)
+    verified.notes.clear()
 
 
 def test_the_op_itself() -> None:

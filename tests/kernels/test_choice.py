@@ -37,6 +37,7 @@ def test_needs_through_json():
         "head_dim": 64,
         "kernel_size": [11, 11, 11],
         "exact": False,
+        "prove": True,
     }
     assert kernel_needs._from_json(kept, torch.device("cuda:1")) == need
 

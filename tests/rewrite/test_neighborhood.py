@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ltx_inductor
+from ltx_inductor.config import Config
 from ltx_inductor.rewrite.report import RewriteReport
 from tests.harness import copy_graph, run_graph
 from tests.natten_stand_in import window_attention
@@ -215,6 +216,9 @@ def test_kernels_of_calls_of_the_op_itself_are_asked_for():
             self.needs.append(need)
             return self.refused
 
+        def slower(self, need, size):
+            return None
+
         def note(self, need):
             return None
 
@@ -313,3 +317,10 @@ def test_the_backend_compiles_and_runs_it():
     assert report.graphs[0].drawings[report.sites[0].drawing].after
     assert torch.equal(got, NA3D(*inputs, [3, 3, 5], 0.5))
     assert ltx_inductor.explain(Call(), *inputs).count(RULE) == 1
+
+
+@pytest.mark.parametrize(("verify", "last"), [("always", [False, True]), ("first", [0.5, False])])
+def test_verify_always_is_an_argument_of_the_op(verify, last):
+    gm, _ = rewritten(traced(Call(), qkv()), Config(cpu=True, verify=verify))
+    (op,) = gm.graph.find_nodes(op="call_function", target=NA3D)
+    assert list(op.args[-2:]) == last

@@ -156,6 +156,9 @@ class _Kernels:
         self.needs.append(need)
         return self.refuse
 
+    def slower(self, need, size):
+        return None
+
     def note(self, need: KernelNeed):
         return "a note"
 

@@ -1,0 +1,95 @@
+"""Is a kernel worth its launch? What was measured of it against Inductor's own code, by size and compute capability.
+
+The table is data, profit.json beside this file or a file of the user's, written by `python benchmarks/profit.py`:
+
+    {"device": ..., "torch": ..., "date": ..., "command": ...,
+     "rows": [{"rule": "rmsnorm_split_rope", "arch": "9.0", "size": 262144, "ltx_us": 2.9, "other_us": 8.1}, ...]}
+
+size is what the rule counts: for rmsnorm_split_rope the bytes that a launch has to move, for neighborhood_attention
+queries times heads. other_us is the time of what is replaced: Inductor's own code for the first, NATTEN for the second.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEASURED, ANY = "measured", "any"  # the table of the package; no table: everything legal is rewritten
+_PACKAGED = Path(__file__).with_name("profit.json")
+_UNITS = {"rmsnorm_split_rope": "bytes to move", "neighborhood_attention": "queries"}
+_OTHER = {"rmsnorm_split_rope": "Inductor's own code", "neighborhood_attention": "NATTEN"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: microseconds of a call on compute capability `arch`, "9.0"."""
+
+    rule: str
+    arch: str
+    size: int
+    ltx_us: float
+    other_us: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measurements, and where they are from."""
+
+    rows: tuple[Row, ...] = ()
+    source: str = ""
+
+    def nearest(self, rule: str, arch: tuple[int, int], size: int) -> Row | None:
+        """The row whose size is nearest, by ratio; None if nothing was measured of the rule on that arch."""
+        name = f"{arch[0]}.{arch[1]}"
+        rows = [r for r in self.rows if r.rule == rule and r.arch == name]
+        return min(rows, key=lambda r: abs(math.log(r.size / max(size, 1))), default=None)
+
+    def refusal(self, rule: str, arch: tuple[int, int], size: int | None) -> str | None:
+        """Why a legal launch of that size should be left alone; None if it is faster, or nobody has measured it."""
+        row = None if size is None else self.nearest(rule, arch, size)
+        if row is None or row.ltx_us < row.other_us:
+            return None
+        return (
+            f"it would be slower here: at {row.size:,} {_UNITS.get(rule, 'units')}, the nearest size measured to "
+            f"{size:,}, the kernel takes {row.ltx_us:.1f} us and {_OTHER.get(rule, 'what it replaces')} "
+            f"{row.other_us:.1f} us ({self.source})"
+        )
+
+
+def table(which: str) -> Table:
+    """MEASURED, ANY, or the path of a table. Raises ValueError, naming the file, for one that cannot be read."""
+    if which == ANY:
+        return Table()
+    return _read(_PACKAGED if which == MEASURED else Path(which))
+
+
+def digest(which: str) -> str:
+    """What the answers depend on, for a cache's id."""
+    return repr(table(which))
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path) -> Table:
+    try:
+        data = json.loads(path.read_text())
+        rows = tuple(_rows(data["rows"]))
+        source = ", torch ".join((str(data["device"]), str(data["torch"]))) + f", {data['date']}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"profit={str(path)!r} cannot be read ({type(error).__name__}: {error}); expected {MEASURED!r}, {ANY!r}, "
+            "or a file written by benchmarks/profit.py"
+        ) from None
+    return Table(rows, source)
+
+
+def _rows(data: Iterable[Mapping[str, Any]]) -> Iterable[Row]:
+    for r in data:
+        row = Row(str(r["rule"]), str(r["arch"]), int(r["size"]), float(r["ltx_us"]), float(r["other_us"]))
+        if row.size < 1 or not (row.ltx_us > 0 and row.other_us > 0):
+            raise ValueError(f"sizes and times must be positive, not {dict(r)}")
+        yield row
