@@ -69,6 +69,7 @@ def compare(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 def rope_rows() -> Iterator[dict[str, Any]]:
     for heads, head_dim in HEADS:
+        torch._dynamo.reset()  # or the width would be taken for dynamic, since it changes
         chain = model_chain("fp32-rope", heads)
         models = {
             "other": torch.compile(chain, fullgraph=True),
@@ -91,7 +92,7 @@ def rope_rows() -> Iterator[dict[str, Any]]:
             size = sum(t.nbytes for t in (q, k, q, k, *weights, *tables))
             report = ltx_inductor.last_report()
             assert report is not None
-            report.expect(rmsnorm_split_rope=2)  # else Inductor would be compared with itself
+            assert report.sites and not report.refusals, report  # else Inductor would be compared with itself
             yield row("rmsnorm_split_rope", size, us, f"{tokens} tokens, {heads} heads of {head_dim}")
 
 

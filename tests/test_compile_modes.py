@@ -120,6 +120,25 @@ def test_compile_repeated_blocks_of_diffusers() -> None:
 
 
 @torch.no_grad()
+def test_blocks_of_ltx_core_compiled_one_by_one() -> None:
+    pytest.importorskip("ltx_core")
+    from .models.ltx_core_av import CASES as LTX_CORE
+
+    case = next(c for c in LTX_CORE if c.name == "block")
+    given, blocks = case.inputs(), [case.build() for _ in range(3)]
+    wants = [b(*given) for b in blocks]
+    for b in blocks:
+        b.module.compile(backend=backend)
+    gots = [b(*given) for b in blocks]
+    assert len(_compiles) == 1
+    report = ltx_inductor.last_report()
+    report.expect(**{RULE: 8})
+    assert not report.refusals
+    if ADDCMUL_KEPT:
+        assert bit_difference(gots, wants) is None
+
+
+@torch.no_grad()
 @needs_fma
 def test_a_perturbation_mask_recompiles_and_is_rewritten_again() -> None:
     module, args = Attention().eval(), inputs()

@@ -131,6 +131,23 @@ def test_prepare_with_a_cache_that_cannot_be_written_is_a_sentence(
     assert "set LTX_INDUCTOR_CACHE" in reason
 
 
+@needs_nvcc
+@needs_cc
+def test_ninja_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the program, which tvm-ffi's own builds call, nor torch's way to it."""
+    called = tmp_path / "called"
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text(f'#!/bin/sh\ntouch "{called}"\nexit 1\n')
+    ninja.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    assert shutil.which("ninja") == str(ninja)
+    assert rope.prepare((9, 0), **KERNEL) is None
+    assert fna.cubin((3, 5, 5)).startswith(b"\x7fELF")
+    assert not called.exists()
+
+
 @needs_cc
 def test_the_launcher_loads_and_refuses_wrong_arguments() -> None:
     library = rope._library()
