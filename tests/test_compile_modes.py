@@ -124,7 +124,7 @@ def test_blocks_of_ltx_core_compiled_one_by_one() -> None:
     pytest.importorskip("ltx_core")
     from .models.ltx_core_av import CASES as LTX_CORE
 
-    case = next(c for c in LTX_CORE if c.name == "block")
+    case = next(c for c in LTX_CORE if c.name == "ltx_core-block")
     given, blocks = case.inputs(), [case.build() for _ in range(3)]
     wants = [b(*given) for b in blocks]
     for b in blocks:
