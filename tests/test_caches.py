@@ -298,7 +298,7 @@ def test_kernels_of_a_cached_graph_are_made_ready(monkeypatch):
         remembering.refusal(n)
     kept = json.loads(json.dumps(remembering.needs))
     assert len(kept) == 1
-    monkeypatch.setattr(kernel_needs, "device_kernels", lambda: kernels)
+    monkeypatch.setattr(kernel_needs, "device_kernels", lambda *_: kernels)
     kernels.asked.clear()
     assert kernel_needs.ask_again(kept, [3, torch.ones(1, device="meta")]) == []
     assert kernels.asked == [need(device="meta")]
@@ -311,8 +311,8 @@ def test_kernels_of_a_cached_graph_are_made_ready(monkeypatch):
 def test_a_compile_asks_for_the_kernels_of_an_earlier_one(monkeypatch):
     """Whether or not the caches answer then; the pass itself is not on the road any more when they do."""
     kernels = FakeKernels()
-    monkeypatch.setattr(kernel_needs, "device_kernels", lambda: kernels)
-    monkeypatch.setattr("ltx_inductor.joint_pass.device_kernels", lambda prove: kernels)
+    monkeypatch.setattr(kernel_needs, "device_kernels", lambda *_: kernels)
+    monkeypatch.setattr("ltx_inductor.joint_pass.device_kernels", lambda *_: kernels)
 
     def asking(graph, config, kernels=None):
         kernels.refusal(need(80))
