@@ -95,7 +95,25 @@ def _page(rule: str) -> Iterator[str]:
         if (KERNELS / f"{name}.py").is_file():
             yield from (f"* {_escaped(text)}" for text in _returned(KERNELS / f"{name}.py"))
     yield ""
+    yield from _worth(rule)
     yield from _numbers(rule)
+
+
+def _worth(rule: str) -> Iterator[str]:
+    data = json.loads((KERNELS / "profit.json").read_text())
+    rows = [r for r in data["rows"] if r["rule"] == rule]
+    replaced = "NATTEN" if rule == "neighborhood_attention" else "Inductor's code"
+    slower = [r for r in rows if r["ltx_us"] >= r["other_us"]]
+    yield "## What is worth a launch\n"
+    yield (
+        f"A launch that was measured to be slower than {replaced} is left alone (`ltx_inductor.profit`): here "
+        + (f"{len(slower)} of the {len(rows)} sizes below." if slower else f"none of the {len(rows)} sizes below.")
+    )
+    yield f"{data['device']}, torch {data['torch']}, {data['date']}; times on the GPU, replayed from a CUDA graph.\n"
+    yield f"| what | this op, µs | {replaced}, µs | gain |\n|---|---|---|---|"
+    for r in rows:
+        yield f"| {r['what']} | {r['ltx_us']:.2f} | {r['other_us']:.2f} | {r['other_us'] / r['ltx_us']:.2f} |"
+    yield ""
 
 
 def _refusals(modules: Iterable[str]) -> set[tuple[str, str, str]]:
