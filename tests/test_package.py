@@ -62,6 +62,7 @@ def test_the_wheel_carries_what_is_needed_and_nothing_else(wheel):
     csrc = {f"ltx_inductor/csrc/{p.relative_to(ROOT / 'csrc')}" for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     assert csrc <= found
     assert {f"ltx_inductor/views/page.{kind}" for kind in ("css", "js")} | {"ltx_inductor/py.typed"} <= found
+    assert "ltx_inductor/kernels/profit.json" in found
     top = {n.split("/")[0] for n in found}
     assert {n for n in top if not n.endswith(".dist-info")} == {"ltx_inductor", "ltx_inductor_autoload.py"}
 

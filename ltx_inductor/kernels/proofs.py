@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from ltx_inductor.kernels import store
 from ltx_inductor.kernels.sources import source_digest
 
 Record = dict[str, Any]
+log = logging.getLogger("ltx_inductor")
 _lock = threading.Lock()
 _verdicts: dict[str, Record] = {}
 
@@ -38,7 +40,10 @@ def verdict(device: int, facts: Sequence[str], measure: Callable[[], Record]) ->
             if found is None:
                 with real_tensors(), torch.cuda.device(device):
                     found = measure()
-                store.publish(path, json.dumps(found, indent=2).encode())
+                try:
+                    store.publish(path, json.dumps(found, indent=2).encode())
+                except OSError as error:  # such as a cache that was filled elsewhere and is read-only here
+                    log.warning("a proof is kept for this process only: %s cannot be written: %s", path, error)
             _verdicts[key] = found
         return _verdicts[key]
 

@@ -87,6 +87,18 @@ def test_nvrtc_stands_in_for_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ".nvrtc-" in path.name
 
 
+@needs_nvcc
+def test_archs_share_a_cache_and_not_their_artefacts() -> None:
+    """The low byte of e_flags, or the next one in later ELF ABIs, is the compute capability."""
+    images = {arch: build.cubin(SPEC.name, arch, SPEC.flags) for arch in ("80", "90")}
+    assert len(list(store.cache_root().rglob("*.cubin"))) == 2
+    for arch, image in images.items():
+        assert int(arch) in image[48:50]
+        assert build.cubin(SPEC.name, arch, SPEC.flags, build=False) == image
+    with pytest.raises(build.MissingToolError):
+        build.cubin(SPEC.name, "86", SPEC.flags, build=False)
+
+
 @needs_nvrtc
 def test_nvcc_that_fails_is_replaced_by_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "find_nvcc", lambda: Compiler("nvcc", "/bin/false", "0.0.0"))

@@ -71,6 +71,17 @@ def test_a_damaged_record_is_measured_again(measured: list[str], monkeypatch: py
     assert measured == ["a", "a"]
 
 
+def test_a_cache_that_cannot_be_written_costs_only_the_next_process(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path / "file"))
+    ask(measured, "a")
+    ask(measured, "a")
+    assert measured == ["a"]
+    assert "a proof is kept for this process only" in caplog.text
+
+
 def test_a_failed_measurement_leaves_nothing(measured: list[str]) -> None:
     with pytest.raises(ZeroDivisionError):
         proofs.verdict(0, ("a",), lambda: {"refusal": 1 // 0})
