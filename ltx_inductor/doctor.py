@@ -169,10 +169,12 @@ def _proofs() -> Finding:
 
 
 def _proved(record: dict[str, Any]) -> str:
-    """What a record is about: the contract of a RoPE kernel, the window of neighborhood attention."""
+    """What a record is about: the contract of a RoPE kernel, the window or schedule of neighborhood attention."""
     if "contract" in record:
         return str(record["contract"])
-    return f"window {'x'.join(map(str, record['window']))}" if "window" in record else "a kernel"
+    if "window" in record:
+        return f"window {'x'.join(map(str, record['window']))}"
+    return f"the bits of NATTEN {record['natten']}" if record.get("natten") else "a kernel"
 
 
 def _natten() -> Iterator[Finding]:

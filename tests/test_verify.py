@@ -308,6 +308,9 @@ def test_the_exact_schedule_is_compared_before_its_first_use(bit: int, monkeypat
     else:
         assert missing is None
         assert "compared with NATTEN 0.0 on a GPU" in family.proof(need, 0)
+    natten.na3d = lambda *_, **__: 1 // 0  # type: ignore[attr-defined]
+    assert family.ready(need, (9, 0), 0) is None
+    assert "not compared here" in family.proof(need, 0)
     monkeypatch.delitem(sys.modules, "natten")
     assert family.ready(need, (9, 0), 0) is None
     assert "not compared here" in family.proof(need, 0)
