@@ -95,7 +95,7 @@ class _Compile:
         for call in self.calls:
             call.settle()
         graphs = numbered(g for call in self.calls for g in call.graphs)
-        notes = list(dict.fromkeys([*(note for call in self.calls for note in call.notes), *verified.notes]))
+        notes = list(dict.fromkeys([*(note for call in self.calls for note in call.notes), *verified.told()]))
         return RewriteReport(graphs, any(c.cached for c in self.calls), notes)
 
 

@@ -34,6 +34,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope, "_off", {})
     monkeypatch.setattr(rope, "_plans", {})
     monkeypatch.setattr(verified, "notes", [])
+    monkeypatch.setattr(verified, "compared_calls", {})
     ltx_inductor.stats(reset=True)
 
 
@@ -92,6 +93,9 @@ def test_a_right_kernel_is_used_and_counted(name: str, args: Any, monkeypatch: p
         "kernel": 1, "reference": 0, "refused": 0, "bytes": moved, "checks": 1,
         "checked_elements": sides * SEQ * HEADS * DIM, "postponed": 0, "differing": 0,
     }  # fmt: skip
+    assert verified.told() == [
+        f'verify="always": 1 calls of {op} compared in this process: {sides * SEQ * HEADS * DIM} elements, 0 differ'
+    ]
     run(*args())
     assert ltx_inductor.stats()[op]["kernel"] == 2
     assert ltx_inductor.stats()[op]["checks"] == 1
@@ -222,6 +226,7 @@ def checked(out: torch.Tensor, attention: tuple[Any, ...], exact: bool = False) 
 def test_an_accurate_result_passes_and_is_counted(attention: tuple[Any, ...]) -> None:
     right = na3d.reference(*attention)
     assert checked(right, attention) is right
+    assert f"1 calls of na3d compared in this process: {right.numel():,} elements, 0 differ" in verified.told()[0]
     stats = ltx_inductor.stats()["na3d"]
     assert (stats["checks"], stats["checked_elements"], stats["differing"]) == (1, right.numel(), 0)
 

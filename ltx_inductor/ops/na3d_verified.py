@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import counts, fna, fna_gate, repro
+from ltx_inductor.kernels import fna, fna_gate, repro
 from ltx_inductor.kernels.fna_limits import Window
 from ltx_inductor.ops import verified
 
@@ -38,7 +38,7 @@ def compared(
         return got
     some = _some(q, next(_turn))
     elements, wrong, what = difference(got[some], q[some], k[some], v[some], window, scale, exact, reference)
-    counts.checked(_OP, elements, wrong)
+    verified.tally(_OP, elements, wrong)
     if not wrong:
         return got
     sentence = (

@@ -19,6 +19,7 @@ from ltx_inductor.kernels import counts, repro, rope
 
 SUFFIX = "+verify"
 notes: list[str] = []  # for reports: what was found since the process started
+compared_calls: dict[str, tuple[int, int, int]] = {}  # op: calls, elements, and how many of them differed
 
 
 def split(contract: str) -> tuple[str, bool]:
@@ -39,7 +40,7 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
     want = eager(*args)
     elements = sum(g.numel() for g in results)
     wrong = sum(repro.differing(g, w) for g, w in zip(results, _as_tuple(want), strict=True))
-    counts.checked(op, elements, wrong)
+    tally(op, elements, wrong)
     if not wrong:
         return got
     sentence = (
@@ -55,6 +56,21 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
 
 def _as_tuple(out: Any) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
+
+
+def tally(op: str, elements: int, wrong: int) -> None:
+    """Counts a comparison of one call of `op`."""
+    counts.checked(op, elements, wrong)
+    calls, before, differing = compared_calls.get(op, (0, 0, 0))
+    compared_calls[op] = calls + 1, before + elements, differing + wrong
+
+
+def told() -> list[str]:
+    """For a report: what was compared in this process, and what was found."""
+    return [
+        f'verify="always": {calls:,} calls of {op} compared in this process: {elements:,} elements, {wrong:,} differ'
+        for op, (calls, elements, wrong) in compared_calls.items()
+    ] + notes
 
 
 def postpone(op: str) -> None:

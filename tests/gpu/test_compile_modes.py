@@ -158,6 +158,7 @@ def test_calls_are_counted_in_c_and_verified_in_python(monkeypatch: pytest.Monke
     pair = ltx_inductor.stats()["qk_rmsnorm_split_rope"]
     assert (pair["kernel"], pair["checks"], pair["differing"]) == (1, 1, 0)
     assert pair["checked_elements"] == 2 * args[0].numel()
+    assert any("qk_rmsnorm_split_rope compared" in note for note in ltx_inductor.last_report().notes)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -199,3 +200,4 @@ def test_a_kernel_that_goes_wrong_is_turned_off_and_can_be_replayed(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 of" in done.stdout
     verified.notes.clear()
+    verified.compared_calls.clear()

@@ -132,6 +132,7 @@ def test_verify_always(exact: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     found = replay(file)
     assert (found["op"], found["differing"]) == ("na3d", 0)
     verified.notes.clear()
+    verified.compared_calls.clear()
 
 
 def test_the_op_itself() -> None:
