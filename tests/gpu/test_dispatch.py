@@ -85,6 +85,18 @@ def test_bits(case: Case) -> None:
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
+@pytest.mark.parametrize("x", ["plain", "odd", "slice"])
+@pytest.mark.parametrize("k", [None, BASE.k], ids=["single", "pair"])
+def test_opcheck(x: str, k: Side | None) -> None:
+    case = replace(BASE, x=x, k=k)
+    prepare([case])
+    args = make(case, 0)
+    for a in args:
+        if isinstance(a, Tensor):
+            a.nan_to_num_(0.0, 1.0, -1.0)  # opcheck compares values, and a NaN equals nothing there
+    torch.library.opcheck(op(case), args)
+
+
 def test_runs_on_the_current_stream() -> None:
     args = make(BASE, 0)
     expected = eager(BASE, args)
