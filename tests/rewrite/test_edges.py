@@ -169,3 +169,24 @@ def test_a_bad_rotation_beside_a_good_one_of_the_same_norm_is_named():
     report = rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6))
     assert len(report.sites) == 1
     assert any("reflection" in r.reason for r in report.refusals)
+
+
+def test_a_lost_rotation_of_another_lost_one_is_named_too():
+    """The sweep walked through what the second norm reads, and took the first rotation for a part of the second."""
+
+    def halves(n):
+        return n.unflatten(-1, (HEADS, DIM)).transpose(1, 2).float().chunk(2, -1)
+
+    def joined(first, second):
+        return torch.cat([first, second], -1).transpose(1, 2).flatten(2).to(BF16)
+
+    def f(x, w, cos, sin):
+        a, _ = halves(F.rms_norm(x, (ROW,), w, 1e-6))
+        q = joined(torch.addcmul(a * cos, -sin, a), torch.addcmul(a * cos, sin, a))
+        y = (q * 2).float()
+        a, b = halves((y + torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)) * w)
+        return q, joined(torch.addcmul(a * cos, -sin, b), torch.addcmul(b * cos, sin, a))
+
+    report = rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6))
+    assert not report.sites
+    assert len(report.refusals) == 2
