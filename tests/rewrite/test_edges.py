@@ -171,6 +171,19 @@ def test_a_bad_rotation_beside_a_good_one_of_the_same_norm_is_named():
     assert any("reflection" in r.reason for r in report.refusals)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tokens_of_two_axes_and_one_batch_entry(batch):
+    """Frames and rows of a video: with one batch entry, the frames are taken for the batch first, in no layout."""
+
+    def f(x, w, cos, sin):
+        n = F.rms_norm(x.unflatten(1, (2, 3)), (ROW,), w, 1e-6).flatten(1, 2)
+        a, b = n.unflatten(-1, (HEADS, DIM)).transpose(1, 2).float().chunk(2, -1)
+        out = torch.cat([torch.addcmul(a * cos, -sin, b), torch.addcmul(b * cos, sin, a)], -1)
+        return out.to(BF16)
+
+    assert len(rewritten(f, x(batch), torch.rand(ROW).to(BF16), *tables(1, HEADS, 6)).sites) == 1
+
+
 def test_a_lost_rotation_of_another_lost_one_is_named_too():
     """The sweep walked through what the second norm reads, and took the first rotation for a part of the second."""
 
