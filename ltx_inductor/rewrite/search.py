@@ -71,7 +71,7 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
     for n in sorted(candidates, key=view.order.__getitem__, reverse=True):
         if any(_related(n, f.side.result, region) for f in found):
             continue
-        lifter = Lifter(view.sizes, st.x, st.rstd, region, view.same)
+        lifter = Lifter(view, st.x, st.rstd, region)
         reader = Reader(lifter, st, n)
         try:
             found.append(_accept(view, st, region, reader.read()))
@@ -148,7 +148,7 @@ def _next_layout(view: GraphView, st: Statistic, region: set[Node], side: Side) 
     if view.sizes.numel(n) != view.sizes.numel(side.result):
         return None
     try:
-        return Reader(Lifter(view.sizes, st.x, st.rstd, region, view.same), st, n).read()
+        return Reader(Lifter(view, st.x, st.rstd, region), st, n).read()
     except Refuse:
         return None
 

@@ -171,6 +171,25 @@ def test_a_bad_rotation_beside_a_good_one_of_the_same_norm_is_named():
     assert any("reflection" in r.reason for r in report.refusals)
 
 
+def test_views_there_and_back_across_the_halves():
+    """96 elements of a row of tokens as 32 x 3: no digits of tokens, heads, halves and pairs fit."""
+
+    def f(x, w, cos, sin):
+        n = F.rms_norm(x, (ROW,), w, 1e-6)
+        return rotate(n.view(2, 32, 3).view(2, 6, ROW), cos.permute(3, 1, 0, 2).permute(2, 1, 3, 0), sin[..., :])
+
+    assert len(rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6)).sites) == 1
+
+
+def test_views_back_to_something_on_the_way():
+    def f(x, w, cos, sin):
+        x = x.float().view(2, 6, HEADS, DIM).view(2, 2, 3, HEADS, DIM).view(2, 6, HEADS, DIM)
+        return rotate(F.rms_norm(x, (DIM,), w.float(), 1e-6).flatten(2), cos, sin)
+
+    (site,) = rewritten(f, x(), torch.rand(DIM).to(BF16), *tables(1, 1, 6)).sites
+    assert site.contract == "fp32-all"
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_tokens_of_two_axes_and_one_batch_entry(batch):
     """Frames and rows of a video: with one batch entry, the frames are taken for the batch first, in no layout."""
