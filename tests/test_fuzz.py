@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from .fuzz import judge as fuzz_judge
 from .fuzz.__main__ import Tally, fuzz_recipe
 from .fuzz.judge import Calls, Legal, judge, run
+from .fuzz.mutations import like, tensors, write_input
 from .fuzz.near_miss import edited
 from .fuzz.recipe import Recipe, Side, draw_recipe
 from .fuzz.reduce import as_code, smaller_graph
-from .harness import ADDCMUL_KEPT, output_node
+from .harness import ADDCMUL_KEPT, output_node, shape_facts
 
 aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent
@@ -74,6 +76,65 @@ def test_a_pair_does_not_meet_behind_a_write() -> None:
     assert wants is not None
     verdict = judge(gm, legal.calls, wants)
     assert (verdict.sides, verdict.why) == (2, None)
+
+
+def test_the_statistic_may_read_x_through_views() -> None:
+    """A copy of the cast of x for the statistic, with views there and back on it: the norm still reads one x."""
+    legal = Legal(Recipe(rounding="fp32-all", q=Side(norm="rms_per_head")))
+
+    def views(g: torch.fx.Graph) -> None:
+        (square,) = g.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar)
+        x = square.args[0]
+        with g.inserting_before(square):
+            there = g.call_function(aten.unsqueeze.default, (g.node_copy(x), 1))
+            back = g.call_function(aten.squeeze.dim, (there, 1))
+        square.replace_input_with(x, back)
+
+    gm = edited(legal.gm, views)
+    assert gm is not None
+    wants = run(gm, legal.calls)
+    assert wants is not None
+    assert judge(gm, legal.calls, wants, 1, "fp32-all").why is None
+
+
+DYNAMIC = Recipe(dynamic=("seq", "batch"), B=3)
+
+
+def guard(graph: torch.fx.Graph) -> None:
+    """What no reader of a graph may do: ask whether a symbolic size is the one of the example."""
+    for n in graph.find_nodes(op="placeholder"):
+        if isinstance(n.meta["val"], torch.SymInt):
+            assert n.meta["val"] == n.meta["val"].node.hint
+
+
+def test_a_graph_that_guards_is_none_and_leaves_nothing_behind() -> None:
+    legal = Legal(DYNAMIC)
+    captured, facts = legal.gm, shape_facts(legal.gm.graph)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.fuzz.judge.MUTATIONS", [lambda rng, g: (guard(g), write_input(rng, g))])
+        assert legal.problem(0, 0, 1) is None
+    assert shape_facts(captured.graph) != facts
+    assert legal.gm is not captured
+    assert legal.problem(7, 6, 0) == Legal(DYNAMIC).problem(7, 6, 0)
+
+
+def test_a_pass_that_guards_is_seen() -> None:
+    legal = Legal(DYNAMIC)
+    with pytest.MonkeyPatch.context() as patch:
+        right = fuzz_judge.rewrite
+        patch.setattr(fuzz_judge, "rewrite", lambda g: (guard(g), right(g))[1])
+        verdict = legal.problem(0, 0, 0)
+    assert verdict is not None
+    assert verdict.why == "the pass guarded on a size"
+
+
+def test_sizes_are_compared_without_a_guard() -> None:
+    legal = Legal(DYNAMIC)
+    facts = shape_facts(legal.gm.graph)
+    nodes = tensors(legal.gm.graph)
+    alike = sum(like(a, b) for a in nodes for b in nodes)
+    assert len(nodes) < alike < len(nodes) ** 2
+    assert shape_facts(legal.gm.graph) == facts
 
 
 def test_a_failing_graph_becomes_small_code_that_runs(tmp_path: Path) -> None:
