@@ -20,7 +20,7 @@ def value_numbers(graph: Graph, origins: Mapping[Node, Node]) -> Callable[[Node]
     """same(n): the first node that computes the same pure function of the same values.
 
     Inference graphs are not CSEd: the unsqueeze, neg or float of a table appears once per use.
-    origins: see there_and_back.py.
+    What is computed before a write to anything is not what is computed after it. origins: see there_and_back.py.
     """
     first: dict[Any, Node] = {}
     representative: dict[Node, Node] = {}
@@ -36,6 +36,8 @@ def value_numbers(graph: Graph, origins: Mapping[Node, Node]) -> Callable[[Node]
         representative[n] = n
         if n in origins:
             representative[n] = representative[origins[n]]
+        elif isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable:
+            first.clear()
         elif n.op == "call_function" and is_pure(n):
             try:
                 keywords = tuple(sorted((k, key(v)) for k, v in n.kwargs.items())) if n.kwargs else ()
