@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from .fuzz import judge as fuzz_judge
 from .fuzz.__main__ import Tally, fuzz_recipe
-from .fuzz.judge import Calls, Legal, judge, run
+from .fuzz.judge import Calls, Legal, Verdict, judge, run
 from .fuzz.mutations import like, tensors, write_input
 from .fuzz.near_miss import edited
 from .fuzz.recipe import Recipe, Side, draw_recipe
@@ -32,6 +33,14 @@ FOUND = {
     ),
     "cast before the heads, once per row": Recipe(
         q=Side(norm="rms_per_head"), structure="same-x", rounding="fp32-all-result"
+    ),
+    "a guard on the strides of a table, on torch 2.11": Recipe(
+        q=Side(norm="rms_per_head", enter="view_permute", rotate="inplace_sub", take="middle-slice"),
+        rounding="fp32-all-result",
+        fused=False,
+        layout="offset",
+        dynamic=("seq",),
+        heads=1,
     ),
 }
 
@@ -57,6 +66,14 @@ def test_found_by_the_campaign(name: str) -> None:
     assert verdict.sides == FOUND[name].sites
 
 
+def judged(legal: Legal, edit: Callable[[torch.fx.Graph], None]) -> Verdict:
+    gm = edited(legal.gm, edit)
+    assert gm is not None
+    wants = run(gm, legal.calls)
+    assert wants is not None
+    return judge(gm, legal.calls, wants)
+
+
 def test_a_pair_does_not_meet_behind_a_write() -> None:
     """q's chain would move down to k's, past the write to q: two launches instead."""
     legal = Legal(Recipe(structure="pair"))
@@ -70,11 +87,7 @@ def test_a_pair_does_not_meet_behind_a_write() -> None:
             with g.inserting_after(piece):
                 g.call_function(aten.neg_.default, (piece,))
 
-    gm = edited(legal.gm, write)
-    assert gm is not None
-    wants = run(gm, legal.calls)
-    assert wants is not None
-    verdict = judge(gm, legal.calls, wants)
+    verdict = judged(legal, write)
     assert (verdict.sides, verdict.why) == (2, None)
 
 
@@ -95,6 +108,53 @@ def test_the_statistic_may_read_x_through_views() -> None:
     wants = run(gm, legal.calls)
     assert wants is not None
     assert judge(gm, legal.calls, wants, 1, "fp32-all").why is None
+
+
+def test_a_write_to_what_x_is_a_split_of() -> None:
+    """x is q's part of a packed projection, by torch.split; the projection is written to after that."""
+    legal = Legal(Recipe(q=Side(take="split")))
+
+    def write(g: torch.fx.Graph) -> None:
+        (cut,) = g.find_nodes(op="call_function", target=aten.split_with_sizes.default)
+        with g.inserting_before(g.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar)[0].args[0]):
+            piece = g.call_function(aten.slice.Tensor, (cut.args[0], 2, 0, 1))
+            g.call_function(aten.neg_.default, (piece,))
+
+    verdict = judged(legal, write)
+    assert (verdict.sides, verdict.why) == (0, None)
+
+
+def test_a_write_between_two_tables_of_one_memory() -> None:
+    """cos was read before the write, sin after it: that sin is right then does not make cos so."""
+    legal = Legal(Recipe(q=Side(rotate="chunk_cat"), layout="cut to the sequence"))
+
+    def write(g: torch.fx.Graph) -> None:
+        cos, sin = g.find_nodes(op="call_function", target=aten.slice.Tensor)
+        with g.inserting_before(g.find_nodes(op="call_function", target=aten.neg.default)[0]):
+            g.call_function(aten.neg_.default, (cos.args[0],))
+            sin.replace_all_uses_with(g.call_function(aten.slice.Tensor, cos.args))
+
+    verdict = judged(legal, write)
+    assert (verdict.sides, verdict.why) == (0, None)
+
+
+def test_what_is_computed_before_a_write_is_not_what_is_computed_after_it() -> None:
+    legal = Legal(Recipe())
+
+    def write(g: torch.fx.Graph) -> None:
+        sin = g.find_nodes(op="placeholder")[-1]
+        users = list(sin.users)
+        with g.inserting_before(users[0]):
+            old = g.call_function(aten.abs.default, (sin,))
+            g.call_function(aten.mul_.Tensor, (sin, 2))
+            new = g.call_function(aten.abs.default, (sin,))
+        for n in users:
+            n.replace_input_with(sin, new)
+        out = output_node(g)
+        out.args = ((*out.args[0], old),)
+
+    verdict = judged(legal, write)
+    assert (verdict.sides, verdict.why) == (1, None)
 
 
 DYNAMIC = Recipe(dynamic=("seq", "batch"), B=3)
