@@ -75,18 +75,26 @@ def propagate(gm: fx.GraphModule, changed: set[Node]) -> None:
 
 
 def live_rotations(graph: fx.Graph) -> int:
-    """How many norms reach an output through a cut, two products with tables, a sum and a join."""
-    norms: set[Node] = set()
+    """How many norms reach an output through a cut, two products with tables, a sum and a join.
+
+    A join that mixes two of them, neither of which has a join of its own, is one rotation.
+    """
+    mixed: list[set[Node]] = []
     cones: dict[Node, frozenset[Node]] = {}
     for n in graph.nodes:
         cones[n] = frozenset().union(n.all_input_nodes, *(cones[a] for a in n.all_input_nodes))
-    for join in cones[output_node(graph)]:
-        if join.target in JOINS:
+    live = cones[output_node(graph)]
+    for join in graph.nodes:
+        if join in live and join.target in JOINS:
             found = {n for n in cones[join] if n.target is aten.rsqrt.default}
             nearest = found - {m for n in found for m in cones[n]}
             if _rotates(cones, join, nearest):
-                norms |= nearest
-    return len(norms)
+                mixed.append(nearest)
+    count, seen = 0, set[Node]()
+    for norms in sorted(mixed, key=len):
+        count += not norms & seen
+        seen |= norms
+    return count
 
 
 def _rotates(cones: dict[Node, frozenset[Node]], join: Node, norms: set[Node]) -> bool:
