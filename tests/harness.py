@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
+from torch._subclasses import FakeTensor
 
 TORCH = tuple(int(v) for v in torch.__version__.split(".")[:2])
 ADDCMUL_KEPT = TORCH >= (2, 12)
@@ -52,6 +53,33 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     out = graph.output(graph.graph_copy(gm.graph, nodes))
     out.meta = dict(output_node(gm.graph).meta)
     return fx.GraphModule(gm, graph)
+
+
+@dataclass(frozen=True)
+class ShapeFacts:
+    """What a ShapeEnv has been told about its symbols. Nothing that only reads a graph may add to it."""
+
+    guards: int
+    asserts: int
+    replaced: frozenset[Any]  # the symbols; what for is left out, since looking it up may shorten a chain of them
+    divisible: frozenset[Any]
+    ranges: dict[Any, Any]
+
+
+def shape_facts(graph: fx.Graph) -> ShapeFacts | None:
+    """Those of the ShapeEnv that all copies of a captured graph share; None where every size is a number."""
+    vals = [n.meta.get("val") for n in graph.find_nodes(op="placeholder")]
+    modes = [v.fake_mode for v in vals if isinstance(v, FakeTensor)]
+    env = modes[0].shape_env if modes else None
+    if env is None:
+        return None
+    return ShapeFacts(
+        len(env.guards),
+        env.num_deferred_runtime_asserts,
+        frozenset(env.replacements),
+        frozenset(env.divisible),
+        dict(env.var_to_range),
+    )
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

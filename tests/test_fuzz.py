@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from .fuzz import judge as fuzz_judge
 from .fuzz.__main__ import Tally, fuzz_recipe
-from .fuzz.judge import Calls, Legal, judge, run
+from .fuzz.judge import Calls, Legal, Verdict, judge, run
+from .fuzz.mutations import like, tensors, write_input
 from .fuzz.near_miss import edited
 from .fuzz.recipe import Recipe, Side, draw_recipe
 from .fuzz.reduce import as_code, smaller_graph
-from .harness import ADDCMUL_KEPT, output_node
+from .harness import ADDCMUL_KEPT, output_node, shape_facts
 
 aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent
@@ -30,6 +33,14 @@ FOUND = {
     ),
     "cast before the heads, once per row": Recipe(
         q=Side(norm="rms_per_head"), structure="same-x", rounding="fp32-all-result"
+    ),
+    "a guard on the strides of a table, on torch 2.11": Recipe(
+        q=Side(norm="rms_per_head", enter="view_permute", rotate="inplace_sub", take="middle-slice"),
+        rounding="fp32-all-result",
+        fused=False,
+        layout="offset",
+        dynamic=("seq",),
+        heads=1,
     ),
 }
 
@@ -55,6 +66,14 @@ def test_found_by_the_campaign(name: str) -> None:
     assert verdict.sides == FOUND[name].sites
 
 
+def judged(legal: Legal, edit: Callable[[torch.fx.Graph], None]) -> Verdict:
+    gm = edited(legal.gm, edit)
+    assert gm is not None
+    wants = run(gm, legal.calls)
+    assert wants is not None
+    return judge(gm, legal.calls, wants)
+
+
 def test_a_pair_does_not_meet_behind_a_write() -> None:
     """q's chain would move down to k's, past the write to q: two launches instead."""
     legal = Legal(Recipe(structure="pair"))
@@ -68,12 +87,114 @@ def test_a_pair_does_not_meet_behind_a_write() -> None:
             with g.inserting_after(piece):
                 g.call_function(aten.neg_.default, (piece,))
 
-    gm = edited(legal.gm, write)
+    verdict = judged(legal, write)
+    assert (verdict.sides, verdict.why) == (2, None)
+
+
+def test_the_statistic_may_read_x_through_views() -> None:
+    """A copy of the cast of x for the statistic, with views there and back on it: the norm still reads one x."""
+    legal = Legal(Recipe(rounding="fp32-all", q=Side(norm="rms_per_head")))
+
+    def views(g: torch.fx.Graph) -> None:
+        (square,) = g.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar)
+        x = square.args[0]
+        with g.inserting_before(square):
+            there = g.call_function(aten.unsqueeze.default, (g.node_copy(x), 1))
+            back = g.call_function(aten.squeeze.dim, (there, 1))
+        square.replace_input_with(x, back)
+
+    gm = edited(legal.gm, views)
     assert gm is not None
     wants = run(gm, legal.calls)
     assert wants is not None
-    verdict = judge(gm, legal.calls, wants)
-    assert (verdict.sides, verdict.why) == (2, None)
+    assert judge(gm, legal.calls, wants, 1, "fp32-all").why is None
+
+
+def test_a_write_to_what_x_is_a_split_of() -> None:
+    """x is q's part of a packed projection, by torch.split; the projection is written to after that."""
+    legal = Legal(Recipe(q=Side(take="split")))
+
+    def write(g: torch.fx.Graph) -> None:
+        (cut,) = g.find_nodes(op="call_function", target=aten.split_with_sizes.default)
+        with g.inserting_before(g.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar)[0].args[0]):
+            piece = g.call_function(aten.slice.Tensor, (cut.args[0], 2, 0, 1))
+            g.call_function(aten.neg_.default, (piece,))
+
+    verdict = judged(legal, write)
+    assert (verdict.sides, verdict.why) == (0, None)
+
+
+def test_a_write_between_two_tables_of_one_memory() -> None:
+    """cos was read before the write, sin after it: that sin is right then does not make cos so."""
+    legal = Legal(Recipe(q=Side(rotate="chunk_cat"), layout="cut to the sequence"))
+
+    def write(g: torch.fx.Graph) -> None:
+        cos, sin = g.find_nodes(op="call_function", target=aten.slice.Tensor)
+        with g.inserting_before(g.find_nodes(op="call_function", target=aten.neg.default)[0]):
+            g.call_function(aten.neg_.default, (cos.args[0],))
+            sin.replace_all_uses_with(g.call_function(aten.slice.Tensor, cos.args))
+
+    verdict = judged(legal, write)
+    assert (verdict.sides, verdict.why) == (0, None)
+
+
+def test_what_is_computed_before_a_write_is_not_what_is_computed_after_it() -> None:
+    legal = Legal(Recipe())
+
+    def write(g: torch.fx.Graph) -> None:
+        sin = g.find_nodes(op="placeholder")[-1]
+        users = list(sin.users)
+        with g.inserting_before(users[0]):
+            old = g.call_function(aten.abs.default, (sin,))
+            g.call_function(aten.mul_.Tensor, (sin, 2))
+            new = g.call_function(aten.abs.default, (sin,))
+        for n in users:
+            n.replace_input_with(sin, new)
+        out = output_node(g)
+        out.args = ((*out.args[0], old),)
+
+    verdict = judged(legal, write)
+    assert (verdict.sides, verdict.why) == (1, None)
+
+
+DYNAMIC = Recipe(dynamic=("seq", "batch"), B=3)
+
+
+def guard(graph: torch.fx.Graph) -> None:
+    """What no reader of a graph may do: ask whether a symbolic size is the one of the example."""
+    for n in graph.find_nodes(op="placeholder"):
+        if isinstance(n.meta["val"], torch.SymInt):
+            assert n.meta["val"] == n.meta["val"].node.hint
+
+
+def test_a_graph_that_guards_is_none_and_leaves_nothing_behind() -> None:
+    legal = Legal(DYNAMIC)
+    captured, facts = legal.gm, shape_facts(legal.gm.graph)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.fuzz.judge.MUTATIONS", [lambda rng, g: (guard(g), write_input(rng, g))])
+        assert legal.problem(0, 0, 1) is None
+    assert shape_facts(captured.graph) != facts
+    assert legal.gm is not captured
+    assert legal.problem(7, 6, 0) == Legal(DYNAMIC).problem(7, 6, 0)
+
+
+def test_a_pass_that_guards_is_seen() -> None:
+    legal = Legal(DYNAMIC)
+    with pytest.MonkeyPatch.context() as patch:
+        right = fuzz_judge.rewrite
+        patch.setattr(fuzz_judge, "rewrite", lambda g: (guard(g), right(g))[1])
+        verdict = legal.problem(0, 0, 0)
+    assert verdict is not None
+    assert verdict.why == "the pass guarded on a size"
+
+
+def test_sizes_are_compared_without_a_guard() -> None:
+    legal = Legal(DYNAMIC)
+    facts = shape_facts(legal.gm.graph)
+    nodes = tensors(legal.gm.graph)
+    alike = sum(like(a, b) for a in nodes for b in nodes)
+    assert len(nodes) < alike < len(nodes) ** 2
+    assert shape_facts(legal.gm.graph) == facts
 
 
 def test_a_failing_graph_becomes_small_code_that_runs(tmp_path: Path) -> None:

@@ -138,18 +138,21 @@ class SidePlan:
         return (*self.batch, *self.seq, *self.heads, *half)
 
 
-def plan_side(side: Side, layout: str) -> SidePlan:
-    """The first assignment of the token axes to B, S and H under which every operand can be read.
+def plans(side: Side, layout: str) -> list[SidePlan]:
+    """Every assignment of the token axes to B, S and H under which all operands can be read, the most natural first.
 
-    Raises Refuse with the reason of the most natural assignment that failed.
+    Raises Refuse, where there is none, with the reason of the most natural one.
     """
     first: Refuse | None = None
+    found: list[SidePlan] = []
     for batch, seq, heads, per_head in _assignments(side):
         try:
-            return _plan_with(side, layout, batch, seq, heads, per_head)
+            found.append(_plan_with(side, layout, batch, seq, heads, per_head))
         except Refuse as e:
             first = first or e
-    raise first or Refuse(f"{side.result.name}: no assignment of {list(side.rows)} to batch, token and head axes")
+    if not found:
+        raise first or Refuse(f"{side.result.name}: no assignment of {list(side.rows)} to batch, token and head axes")
+    return found
 
 
 def _assignments(side: Side) -> Iterator[tuple[Digits, Digits, Digits, bool]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -140,22 +141,30 @@ def _inputs(planned: SidePlan) -> Iterator[Node]:
 
 def check_mutation(view: GraphView, inputs: Iterable[Node], result: Node, what: str) -> None:
     """No op between the inputs and the result writes to memory that an input may share."""
-    roots = {storage_root(n): n for n in inputs}
+    roots = [(storage_root(n), n) for n in inputs]
     end = view.order[result]
     for n, written in view.writes:
-        root = storage_root(written)
-        if root in roots and view.order[roots[root]] < view.order[n] <= end:
-            raise Refuse(
-                f"{n.name} = {n.target} writes to the memory of {roots[root].name} before {what} is finished",
-                expected="inputs that stay as they are until the result is computed",
-            )
+        target = storage_root(written)
+        for root, read in roots:
+            if root is target and view.order[read] < view.order[n] <= end:
+                raise Refuse(
+                    f"{n.name} = {n.target} writes to the memory of {read.name} before {what} is finished",
+                    expected="inputs that stay as they are until the result is computed",
+                )
 
 
 def storage_root(n: Node) -> Node:
-    """The value whose memory n may share, through views."""
-    while n.op == "call_function" and n.target in LAYOUT and n.args and isinstance(n.args[0], Node):
+    """The value whose memory n may share, through views and ops that write to their operand."""
+    while n.op == "call_function" and n.args and isinstance(n.args[0], Node) and _may_share(n.target):
         n = n.args[0]
     return n
+
+
+def _may_share(target: object) -> bool:
+    """Of its first argument; split, unbind and as_strided are views that LAYOUT does not have."""
+    if isinstance(target, torch._ops.OpOverload) and target._schema.arguments:
+        return target in LAYOUT or target._schema.arguments[0].alias_info is not None
+    return target in LAYOUT
 
 
 def check_streams(result: Node, inside: Iterable[Node]) -> None:

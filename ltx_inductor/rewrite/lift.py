@@ -7,8 +7,7 @@ an operand is followed upwards only as long as that is exact and needs no case s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import FakeTensor
@@ -28,7 +27,10 @@ from ltx_inductor.rewrite.expr import (
     settled,
 )
 from ltx_inductor.rewrite.layout import LAYOUT, argument, aten, prims
-from ltx_inductor.rewrite.size import ONE, Sizes
+from ltx_inductor.rewrite.size import ONE
+
+if TYPE_CHECKING:
+    from ltx_inductor.rewrite.view import GraphView
 
 NARROW = frozenset({torch.bfloat16, torch.float16})
 FLOATS = NARROW | {torch.float32}
@@ -47,18 +49,20 @@ def in_addcmul(n: Node) -> bool:
 class Lifter:
     """Lifts values of one graph over one x.
 
-    derived: everything computed from rstd. same: the representative of all nodes with one value.
+    derived: everything computed from rstd.
     """
 
-    def __init__(self, sizes: Sizes, x: Node, rstd: Node, derived: set[Node], same: Callable[[Node], Node]) -> None:
-        self.sizes, self.derived, self.same = sizes, derived, same
+    def __init__(self, view: GraphView, x: Node, rstd: Node, derived: set[Node]) -> None:
+        self.view, self.derived = view, derived
+        self.sizes, self.same = view.sizes, view.same
         self.space = Space()
-        self.x, self.rstd = same(x), same(rstd)
+        self.x, self.rstd = self.same(x), self.same(rstd)
         self._memo: dict[tuple[Node, Coords], Expr] = {}
 
     def lift(self, n: Any, co: Coords) -> Expr:
         """The expression of the element of `n` at `co`. Raises Refuse (a sentence) or NeedCase."""
         co = tuple([self.space.resolve(axis) if axis else axis for axis in co])
+        n = self.view.origins.get(n, n)
         key = (n, co)
         if key not in self._memo:
             self._memo[key] = self._compute(n, co)
@@ -230,7 +234,7 @@ class Prover(Lifter):
     """Reads tables through pointwise ops too, as uninterpreted functions: to prove two places of a table equal."""
 
     def __init__(self, lifter: Lifter) -> None:
-        super().__init__(lifter.sizes, lifter.x, lifter.rstd, set(), lifter.same)
+        super().__init__(lifter.view, lifter.x, lifter.rstd, set())
         self.space = lifter.space
 
     def _compute(self, n: Node, co: Coords) -> Expr:

@@ -16,10 +16,11 @@ from ltx_inductor.rewrite.lift import ARITHMETIC, SUM, UNDERSTOOD
 MAX_REGION = 160  # nodes computed from one statistic; a RoPE chain has about 20, and a search must stay linear
 
 
-def value_numbers(graph: Graph) -> Callable[[Node], Node]:
+def value_numbers(graph: Graph, origins: Mapping[Node, Node]) -> Callable[[Node], Node]:
     """same(n): the first node that computes the same pure function of the same values.
 
     Inference graphs are not CSEd: the unsqueeze, neg or float of a table appears once per use.
+    What is computed before a write to anything is not what is computed after it. origins: see there_and_back.py.
     """
     first: dict[Any, Node] = {}
     representative: dict[Node, Node] = {}
@@ -33,7 +34,11 @@ def value_numbers(graph: Graph) -> Callable[[Node], Node]:
 
     for n in graph.nodes:
         representative[n] = n
-        if n.op == "call_function" and is_pure(n):
+        if n in origins:
+            representative[n] = representative[origins[n]]
+        elif isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable:
+            first.clear()
+        elif n.op == "call_function" and is_pure(n):
             try:
                 keywords = tuple(sorted((k, key(v)) for k, v in n.kwargs.items())) if n.kwargs else ()
                 representative[n] = first.setdefault((n.target, key(n.args), keywords), n)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
@@ -81,7 +82,7 @@ def _run_fake(target: Any, values: Any, kwargs: dict[str, Any]) -> Any:
         None,
     )
     try:
-        with mode or contextlib.nullcontext():
+        with mode or contextlib.nullcontext(), _no_needless_guards(mode, target):
             return FAKES.get(target, target)(*values, **kwargs)  # a third of the time of the way through the dispatcher
     except (ValueError, RuntimeError) as e:  # a view that the strides of the operand do not allow
         raise Refuse(
@@ -89,6 +90,21 @@ def _run_fake(target: Any, values: Any, kwargs: dict[str, Any]) -> Any:
             expected="token, head and pair axes that are axes of one memory layout",
             hint="make the operand contiguous before the norm or the rotation",
         ) from None
+
+
+@contextlib.contextmanager
+def _no_needless_guards(mode: FakeTensorMode | None, target: Any) -> Iterator[None]:
+    """A fake value says more of symbolic strides than we need to know, and guards on it.
+
+    To file a result, torch 2.11 asks for its memory format. A table that is negated gets the order of strides that its
+    operand has; the op reads it in any. (Whether a view can be had depends on strides too, but that matters.)
+    """
+    with contextlib.ExitStack() as stack:
+        if mode is not None and mode.shape_env is not None:
+            stack.enter_context(disable_fake_tensor_cache(mode))
+            if target is aten.neg.default:
+                stack.enter_context(mode.shape_env.suppress_guards())
+        yield
 
 
 class Replacer:

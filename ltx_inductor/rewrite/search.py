@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from ltx_inductor.rewrite.axes import SidePlan, has_strides_of_result, plan_side
+from ltx_inductor.rewrite.axes import SidePlan, has_strides_of_result, plans
 from ltx_inductor.rewrite.digits import Refuse, internal_error
 from ltx_inductor.rewrite.layout import FLIP, JOIN, LAYOUT
 from ltx_inductor.rewrite.legality import check_region
@@ -71,7 +71,7 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
     for n in sorted(candidates, key=view.order.__getitem__, reverse=True):
         if any(_related(n, f.side.result, region) for f in found):
             continue
-        lifter = Lifter(view.sizes, st.x, st.rstd, region, view.same)
+        lifter = Lifter(view, st.x, st.rstd, region)
         reader = Reader(lifter, st, n)
         try:
             found.append(_accept(view, st, region, reader.read()))
@@ -111,24 +111,27 @@ def _broadcast(view: GraphView, st: Statistic, region: set[Node]) -> Miss | None
 def _accept(view: GraphView, st: Statistic, region: set[Node], side: Side) -> SidePlan:
     """The side with the layout, and at the value, where the op's output needs no copy; then the legality checks."""
     bhsd: SidePlan | None = None
+    unusual: SidePlan | None = None  # B, S and H in another way than the natural one: x may not be viewed like that
     first: Refuse | None = None
     for _ in range(MAX_ADVANCE):
         for layout in ("bshd", "bhsd"):
             try:
-                planned = plan_side(side, layout)
+                natural, *others = plans(side, layout)
             except Refuse as e:
                 first = first or e
                 break
-            if has_strides_of_result(planned, view.sizes):
+            if has_strides_of_result(natural, view.sizes):
                 if layout == "bshd":
-                    return check_region(view, planned, region)
-                bhsd = bhsd or planned
+                    return check_region(view, natural, region)
+                bhsd = bhsd or natural
+            unusual = unusual or next((p for p in others if has_strides_of_result(p, view.sizes)), None)
         following = _next_layout(view, st, region, side)
         if following is None:
             break
         side = following
-    if bhsd:
-        return check_region(view, bhsd, region)
+    other = bhsd or unusual
+    if other:
+        return check_region(view, other, region)
     raise first or Refuse(
         f"{side.result.name} has strides {tuple(side.result.meta['val'].stride())}, which no layout of the op gives",
         expected="the memory order [B, S, H, D] or [B, H, S, D]",
@@ -145,7 +148,7 @@ def _next_layout(view: GraphView, st: Statistic, region: set[Node], side: Side) 
     if view.sizes.numel(n) != view.sizes.numel(side.result):
         return None
     try:
-        return Reader(Lifter(view.sizes, st.x, st.rstd, region, view.same), st, n).read()
+        return Reader(Lifter(view, st.x, st.rstd, region), st, n).read()
     except Refuse:
         return None
 

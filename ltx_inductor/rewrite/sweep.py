@@ -54,12 +54,12 @@ def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[Suspect
     Near a norm anything that moves, multiplies and adds is named; elsewhere only what mixes two pieces of one value
     along its last axes, since gathers, blends and joins of other kinds are everywhere.
     """
-    taken = set(covered)
+    taken, normed = set(covered), _normed(view)
     for n in reversed(view.graph.nodes):
         if n.op != "call_function" or n in taken or n not in view.live or n in view.backward:
             continue
         if n.target in JOIN or n.target in _SUM or n.target in _WRITE:
-            walked = _rotation(n, covered)
+            walked = _rotation(n, covered, normed)
             if walked:
                 typical = _is_typical(walked)
                 near, through = _way_from_a_norm(n, walked)
@@ -75,14 +75,33 @@ def uncovered_rotations(view: GraphView, covered: set[Node]) -> Iterator[Suspect
             yield Suspect(n, why, True)
 
 
-def _rotation(end: Node, covered: set[Node]) -> set[Node] | None:
+def _normed(view: GraphView, limit: int = 8) -> set[Node]:
+    """The values whose squares a rsqrt is computed from."""
+    found: set[Node] = set()
+    for n in view.graph.find_nodes(op="call_function", target=aten.rsqrt.default):
+        for _ in range(limit):
+            inputs = n.all_input_nodes
+            if len(inputs) != 1:
+                break
+            if n.target is aten.pow.Tensor_Scalar or n.target is aten.mul.Tensor:
+                found.add(inputs[0])
+                break
+            n = inputs[0]
+    return found
+
+
+def _rotation(end: Node, covered: set[Node], normed: set[Node]) -> set[Node] | None:
     """The nodes between `end` and the value whose pieces it multiplies and adds, if it is the end of a rotation.
 
-    Covered nodes are not walked: a key made from a rotated query is a rotation of its own.
+    Covered nodes are not walked, and what is normalised is not walked past: a key made from a rotated query is a
+    rotation of its own.
     """
     walked, todo = {end}, [end]
     while todo and len(walked) < _NEAR:
-        for a in todo.pop(0).all_input_nodes:
+        n = todo.pop(0)
+        if n in normed and n is not end:
+            continue
+        for a in n.all_input_nodes:
             if a not in walked and a not in covered and a.op == "call_function" and a.target in _WALKED:
                 walked.add(a)
                 todo.append(a)

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from ltx_inductor.rewrite.region import live_nodes, value_numbers
 from ltx_inductor.rewrite.size import Sizes
+from ltx_inductor.rewrite.there_and_back import origins
 
 
 class GraphView:
@@ -26,7 +27,12 @@ class GraphView:
 
     @cached_property
     def same(self) -> Callable[[Node], Node]:
-        return value_numbers(self.graph)
+        return value_numbers(self.graph, self.origins)
+
+    @cached_property
+    def origins(self) -> dict[Node, Node]:
+        """{the end of a chain of views there and back: the value that it is}"""
+        return origins(self.graph, self.sizes)
 
     @cached_property
     def writes(self) -> list[tuple[Node, Node]]:

@@ -14,7 +14,16 @@ from ltx_inductor.config import Config
 from ltx_inductor.rewrite import passes
 
 from .. import draws
-from ..harness import ADDCMUL_KEPT, bit_difference, copy_graph, run_graph, same_memory, trace_calls
+from ..harness import (
+    ADDCMUL_KEPT,
+    bit_difference,
+    copy_graph,
+    output_node,
+    run_graph,
+    same_memory,
+    shape_facts,
+    trace_calls,
+)
 from .legal import legal_edits
 from .mutations import MUTATIONS
 from .near_miss import edited, live_rotations
@@ -59,9 +68,11 @@ def judge(
     gm: fx.GraphModule, calls: Calls, wants: list[list[Any]], sites: int | None = None, contract: str = ""
 ) -> Verdict:
     """`sites`: how many sides must be rewritten, in that contract; None: any number, if what is left is named."""
-    after = copy_graph(gm)
+    after, facts = copy_graph(gm), shape_facts(gm.graph)
     report = rewrite(after.graph)
     n = len(report.sites)
+    if shape_facts(gm.graph) != facts:
+        return Verdict(n, "the pass guarded on a size")
     for r in report.refusals:
         if "internal error" in r.reason:
             return Verdict(n, r.reason)
@@ -91,8 +102,12 @@ class Legal:
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._capture()
+
+    def _capture(self) -> None:
         torch.manual_seed(0)
-        self.recipe, module = recipe, recipe.build()
+        recipe, module = self.recipe, self.recipe.build()
         inputs = [recipe.inputs(), recipe.inputs(more=5)]
         for seed, given in enumerate(inputs):
             special = recipe.special and seed > 0
@@ -122,11 +137,29 @@ class Legal:
         return None if gm is None else (gm, done)
 
     def problem(self, seed: int, edits: int, mutations: int) -> Verdict | None:
-        """None where there is no such graph."""
+        """None where there is no such graph. The next one is judged as if this one had never been."""
+        facts = shape_facts(self.gm.graph)
+        try:
+            return self._problem(seed, edits, mutations)
+        finally:
+            if shape_facts(self.gm.graph) != facts:
+                self._capture()
+
+    def _problem(self, seed: int, edits: int, mutations: int) -> Verdict | None:
         made = self.graph(seed, edits, mutations)
         wants = made and run(made[0], self.calls)
         if not made or not wants:
             return None
         if mutations:
             return judge(made[0], self.calls, wants)
+        changed = self._changed(wants)
+        if changed:  # swapped factors may give a result in another memory order, which need not be one of the op's
+            return None if "strides" in changed else Verdict(0, f"the edit is not legal: {changed}")
         return judge(made[0], self.calls, wants, self.recipe.sites, self.recipe.contract)
+
+    def _changed(self, wants: list[list[Any]]) -> str | None:
+        """What legal edits changed after all; results that they added come last and are not compared."""
+        n = len(output_node(self.gm.graph).args[0])
+        before = run(self.gm, self.calls)
+        assert before is not None
+        return bit_difference([w[:n] for w in wants], [b[:n] for b in before])

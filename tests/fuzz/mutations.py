@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..harness import output_node
 
@@ -150,8 +151,9 @@ def insert_op(rng: Rng, g: fx.Graph) -> None:
     ]
     choices += [(aten.add.Tensor, rng.choice([0, 1e-3])), (aten.mul.Tensor, 1)]
     if rank:
+        half = max(1, sizes[axis] // 2) if isinstance(sizes[axis], int) else 1  # max of a symbol would guard
         choices += [
-            (aten.roll.default, [rng.choice([1, max(1, sizes[axis] // 2)])], [axis]),
+            (aten.roll.default, [rng.choice([1, half])], [axis]),
             (aten.flip.default, [axis]),
         ]
         choices += [(aten.clone.default,), (aten.transpose.int, axis, rank - 1)]
@@ -165,13 +167,16 @@ def same_shape(rng: Rng, g: fx.Graph) -> None:
     before = list(g.nodes)[: list(g.nodes).index(n)]
     slots = [a for a in n.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     old = pick(rng, slots)
-    like = [m for m in before if m is not old and _like(m, old)]
-    n.replace_input_with(old, pick(rng, like))
+    alike = [m for m in before if m is not old and like(m, old)]
+    n.replace_input_with(old, pick(rng, alike))
 
 
-def _like(a: Node, b: Node) -> bool:
+def like(a: Node, b: Node) -> bool:
+    """As far as is known: to compare two symbolic sizes with == would guard, for every graph that shares them."""
     x, y = a.meta.get("val"), b.meta["val"]
-    return isinstance(x, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype
+    if not isinstance(x, torch.Tensor) or x.dtype != y.dtype or x.dim() != y.dim():
+        return False
+    return all(statically_known_true(m == n) for m, n in zip(x.shape, y.shape, strict=True))
 
 
 def change_number(rng: Rng, g: fx.Graph) -> None:
@@ -251,7 +256,7 @@ def swap_inputs(rng: Rng, g: fx.Graph) -> None:
     """cos for sin, q for k, everywhere or in one place."""
     inputs = [n for n in g.find_nodes(op="placeholder") if n in set(tensors(g)) and n.users]
     a = pick(rng, inputs)
-    b = pick(rng, [n for n in inputs if n is not a and _like(n, a)])
+    b = pick(rng, [n for n in inputs if n is not a and like(n, a)])
     users_a, users_b = list(a.users), list(b.users)
     if rng.random() < 0.5:
         u = rng.choice(users_a)

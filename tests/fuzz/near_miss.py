@@ -6,15 +6,17 @@ either still legal, or must be refused; `live_rotations` counts what a report ha
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from ..harness import copy_graph, output_node
+from ..harness import copy_graph, output_node, shape_facts
 from .mutations import MUTATIONS
 
 aten = torch.ops.aten
@@ -33,8 +35,12 @@ def mutate(gm: fx.GraphModule, seed: int) -> tuple[str, fx.GraphModule] | None:
 
 
 def edited(gm: fx.GraphModule, edit: Callable[[fx.Graph], object]) -> fx.GraphModule | None:
-    """A copy of `gm` with `edit` applied and its fake values recomputed; None if that is no graph to compile."""
-    copy = copy_graph(gm)
+    """A copy of `gm` with `edit` applied and its fake values recomputed; None if that is no graph to compile.
+
+    One that holds for some sizes only is none: the copies of a graph share its symbols, and what one says of them is
+    then said of all. Whoever goes on with `gm` after that has to capture it anew.
+    """
+    copy, facts = copy_graph(gm), shape_facts(gm.graph)
     before = {n: (n.target, n.args, n.kwargs) for n in copy.graph.nodes}
     try:
         edit(copy.graph)
@@ -45,15 +51,19 @@ def edited(gm: fx.GraphModule, edit: Callable[[fx.Graph], object]) -> fx.GraphMo
         propagate(copy, changed)
     except Exception:  # whatever the change broke: a compiler is never given such a graph
         return None
-    return copy
+    return copy if shape_facts(gm.graph) == facts else None
 
 
 def propagate(gm: fx.GraphModule, changed: set[Node]) -> None:
-    """Recomputes the fake values of the changed nodes and of all that is computed from them. Adds no guards."""
+    """Recomputes the fake values of the changed nodes and of all that is computed from them. Adds no guards.
+
+    As Dynamo does it, with the Python dispatcher: without it torch cannot broadcast to symbolic sizes.
+    """
     vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     mode = next(v.fake_mode for v in vals if isinstance(v, torch.Tensor))
     todo = set(changed)
-    with mode, torch.no_grad(), mode.shape_env.suppress_guards() if mode.shape_env else torch.no_grad():
+    guards = mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext()
+    with mode, torch.no_grad(), enable_python_dispatcher(), guards:
         for n in gm.graph.nodes:
             if n.op == "call_function" and (n in todo or any(a in todo for a in n.all_input_nodes)):
                 todo.add(n)
@@ -65,18 +75,26 @@ def propagate(gm: fx.GraphModule, changed: set[Node]) -> None:
 
 
 def live_rotations(graph: fx.Graph) -> int:
-    """How many norms reach an output through a cut, two products with tables, a sum and a join."""
-    norms: set[Node] = set()
+    """How many norms reach an output through a cut, two products with tables, a sum and a join.
+
+    A join that mixes two of them, neither of which has a join of its own, is one rotation.
+    """
+    mixed: list[set[Node]] = []
     cones: dict[Node, frozenset[Node]] = {}
     for n in graph.nodes:
         cones[n] = frozenset().union(n.all_input_nodes, *(cones[a] for a in n.all_input_nodes))
-    for join in cones[output_node(graph)]:
-        if join.target in JOINS:
+    live = cones[output_node(graph)]
+    for join in graph.nodes:
+        if join in live and join.target in JOINS:
             found = {n for n in cones[join] if n.target is aten.rsqrt.default}
             nearest = found - {m for n in found for m in cones[n]}
             if _rotates(cones, join, nearest):
-                norms |= nearest
-    return len(norms)
+                mixed.append(nearest)
+    count, seen = 0, set[Node]()
+    for norms in sorted(mixed, key=len):
+        count += not norms & seen
+        seen |= norms
+    return count
 
 
 def _rotates(cones: dict[Node, frozenset[Node]], join: Node, norms: set[Node]) -> bool:

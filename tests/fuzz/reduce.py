@@ -37,7 +37,7 @@ class Found:
 
 def kind(why: str) -> str:
     """What a smaller graph must have in common with the one it stands for."""
-    for key in ("legal sides", "lost without", "internal error", "does not run", "instead of", "differ"):
+    for key in ("legal sides", "lost without", "internal error", "does not run", "guarded", "instead of", "differ"):
         if key in why:
             return key
     return why
@@ -48,7 +48,12 @@ def smaller_recipe(found: Found, tries: int = 60) -> Found:
 
     def fails(recipe: Recipe, edits: int, mutations: int) -> Found | None:
         try:
-            verdict = Legal(recipe).problem(found.seed, edits, mutations)
+            legal = Legal(recipe)
+            if edits or mutations:  # a recipe of pieces that do not fit fails by itself: that is another failure
+                unedited = legal.problem(found.seed, 0, 0)
+                if unedited is None or unedited.why:
+                    return None
+            verdict = legal.problem(found.seed, edits, mutations)
         except Exception:  # no such model
             return None
         if verdict is None or verdict.why is None or kind(verdict.why) != kind(found.why):

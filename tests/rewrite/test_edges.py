@@ -169,3 +169,56 @@ def test_a_bad_rotation_beside_a_good_one_of_the_same_norm_is_named():
     report = rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6))
     assert len(report.sites) == 1
     assert any("reflection" in r.reason for r in report.refusals)
+
+
+def test_views_there_and_back_across_the_halves():
+    """96 elements of a row of tokens as 32 x 3: no digits of tokens, heads, halves and pairs fit."""
+
+    def f(x, w, cos, sin):
+        n = F.rms_norm(x, (ROW,), w, 1e-6)
+        return rotate(n.view(2, 32, 3).view(2, 6, ROW), cos.permute(3, 1, 0, 2).permute(2, 1, 3, 0), sin[..., :])
+
+    assert len(rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6)).sites) == 1
+
+
+def test_views_back_to_something_on_the_way():
+    def f(x, w, cos, sin):
+        x = x.float().view(2, 6, HEADS, DIM).view(2, 2, 3, HEADS, DIM).view(2, 6, HEADS, DIM)
+        return rotate(F.rms_norm(x, (DIM,), w.float(), 1e-6).flatten(2), cos, sin)
+
+    (site,) = rewritten(f, x(), torch.rand(DIM).to(BF16), *tables(1, 1, 6)).sites
+    assert site.contract == "fp32-all"
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tokens_of_two_axes_and_one_batch_entry(batch):
+    """Frames and rows of a video: with one batch entry, the frames are taken for the batch first, in no layout."""
+
+    def f(x, w, cos, sin):
+        n = F.rms_norm(x.unflatten(1, (2, 3)), (ROW,), w, 1e-6).flatten(1, 2)
+        a, b = n.unflatten(-1, (HEADS, DIM)).transpose(1, 2).float().chunk(2, -1)
+        out = torch.cat([torch.addcmul(a * cos, -sin, b), torch.addcmul(b * cos, sin, a)], -1)
+        return out.to(BF16)
+
+    assert len(rewritten(f, x(batch), torch.rand(ROW).to(BF16), *tables(1, HEADS, 6)).sites) == 1
+
+
+def test_a_lost_rotation_of_another_lost_one_is_named_too():
+    """The sweep walked through what the second norm reads, and took the first rotation for a part of the second."""
+
+    def halves(n):
+        return n.unflatten(-1, (HEADS, DIM)).transpose(1, 2).float().chunk(2, -1)
+
+    def joined(first, second):
+        return torch.cat([first, second], -1).transpose(1, 2).flatten(2).to(BF16)
+
+    def f(x, w, cos, sin):
+        a, _ = halves(F.rms_norm(x, (ROW,), w, 1e-6))
+        q = joined(torch.addcmul(a * cos, -sin, a), torch.addcmul(a * cos, sin, a))
+        y = (q * 2).float()
+        a, b = halves((y + torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)) * w)
+        return q, joined(torch.addcmul(a * cos, -sin, b), torch.addcmul(b * cos, sin, a))
+
+    report = rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6))
+    assert not report.sites
+    assert len(report.refusals) == 2
