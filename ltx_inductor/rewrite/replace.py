@@ -77,12 +77,11 @@ class Writer:
 
 
 def _run_fake(target: Any, values: Any, kwargs: dict[str, Any]) -> Any:
-    mode = next(
-        (v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor)),
-        None,
-    )
+    tensors = [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor)]
+    mode = tensors[0].fake_mode if tensors else contextlib.nullcontext()
+    dynamic = any(isinstance(s, torch.SymInt) for t in tensors for s in (*t.shape, *t.stride()))
     try:
-        with mode or contextlib.nullcontext(), _no_needless_guards(mode, target):
+        with mode, _no_needless_guards(mode, target) if dynamic else contextlib.nullcontext():
             return FAKES.get(target, target)(*values, **kwargs)  # a third of the time of the way through the dispatcher
     except (ValueError, RuntimeError) as e:  # a view that the strides of the operand do not allow
         raise Refuse(
@@ -93,17 +92,16 @@ def _run_fake(target: Any, values: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _no_needless_guards(mode: FakeTensorMode | None, target: Any) -> Iterator[None]:
+def _no_needless_guards(mode: FakeTensorMode, target: Any) -> Iterator[None]:
     """A fake value says more of symbolic strides than we need to know, and guards on it.
 
     To file a result, torch 2.11 asks for its memory format. A table that is negated gets the order of strides that its
     operand has; the op reads it in any. (Whether a view can be had depends on strides too, but that matters.)
     """
     with contextlib.ExitStack() as stack:
-        if mode is not None and mode.shape_env is not None:
-            stack.enter_context(disable_fake_tensor_cache(mode))
-            if target is aten.neg.default:
-                stack.enter_context(mode.shape_env.suppress_guards())
+        stack.enter_context(disable_fake_tensor_cache(mode))
+        if target is aten.neg.default and mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.suppress_guards())
         yield
 
 

@@ -25,6 +25,7 @@ _RESHAPES = {
     aten.alias.default,
     aten.detach.default,
 }
+_VIEWS = {*_RESHAPES, aten.permute.default, aten.select.int, aten.slice.Tensor}
 _Way = tuple[Node, str, Any]  # from a root: ("reshape", sizes) in row-major order, or ("permute", order of its axes)
 
 
@@ -34,8 +35,10 @@ def origins(graph: Graph, sizes: Sizes) -> dict[Node, Node]:
     found: dict[Node, Node] = {}
     first: dict[_Way, Node] = {}
     for n in graph.nodes:
-        source = n.args[0] if n.op == "call_function" and n.args else None
-        if not all(isinstance(a, Node) and isinstance(a.meta.get("val"), torch.Tensor) for a in (n, source)):
+        if n.op != "call_function" or n.target not in _VIEWS:
+            continue
+        source = n.args[0]
+        if not all(isinstance(a.meta.get("val"), torch.Tensor) for a in (n, source)):
             continue
         source = found.get(source, source)
         root, kind, form = ways.get(source, (source, "", None))
@@ -50,8 +53,8 @@ def origins(graph: Graph, sizes: Sizes) -> dict[Node, Node]:
         elif _is_reshape(n, sizes):
             if kind == "permute":
                 root = source
-            way = (root, "reshape", sizes.shape(n))
-            start = (root, "reshape", sizes.shape(root))
+            way = (root, "reshape", _plain_shape(n, sizes))
+            start = (root, "reshape", _plain_shape(root, sizes))
         else:
             continue
         first.setdefault(start, root)
@@ -61,6 +64,14 @@ def origins(graph: Graph, sizes: Sizes) -> dict[Node, Node]:
         else:
             found[n] = known
     return found
+
+
+def _plain_shape(n: Node, sizes: Sizes) -> tuple[Any, ...]:
+    """Sizes with plain numbers where they are known: quicker to hash."""
+    shape = n.meta["val"].shape
+    if all(type(s) is int for s in shape):
+        return tuple(shape)
+    return tuple(s if s.known is None else s.known for s in sizes.shape(n))
 
 
 def _is_reshape(n: Node, sizes: Sizes) -> bool:
