@@ -14,7 +14,7 @@ from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
 from ltx_inductor.rewrite.norm import NotANorm, Statistic, find_statistics
 from ltx_inductor.rewrite.region import computed_inside, derived_from, looks_like_rotation, reached_inside
 from ltx_inductor.rewrite.rope import CASES, LIFT, TERMS, Reader, Side
-from ltx_inductor.rewrite.size import ONE
+from ltx_inductor.rewrite.size import ONE, product
 from ltx_inductor.rewrite.view import GraphView
 
 _ENDS = ARITHMETIC | CAST | JOIN  # what the value of a rotation can be computed by
@@ -64,6 +64,11 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
         )
         out.misses.append(Miss(st.rstd, why, LIFT, certain=False))
         return
+    dynamic = _dynamic_row(view, st, region)
+    if dynamic:
+        out.misses.append(dynamic)
+        out.covered |= computed_inside(dynamic.node, region) | reached_inside(dynamic.node, region)
+        return
     size = view.sizes.numel(st.x)
     candidates = [n for n in region if n.target in _ENDS and n in view.live and view.sizes.numel(n) == size]
     found: list[SidePlan] = []
@@ -89,6 +94,22 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
     if best:
         out.misses.append(best)
         out.covered |= computed_inside(best.node, region) | reached_inside(best.node, region)
+
+
+def _dynamic_row(view: GraphView, st: Statistic, region: set[Node]) -> Miss | None:
+    """A rotation of rows whose length is a symbol: heads and halves cannot be told then, and no kernel serves all."""
+    row = product(view.sizes.shape(st.x)[d] for d in st.dims)
+    if row.known is not None:
+        return None
+    for n in sorted(region, key=view.order.__getitem__, reverse=True):
+        if n.target in _ENDS and n in view.live and looks_like_rotation(n, region):
+            why = Refuse(
+                f"{st.x.name} is normalised over {row} elements, a size that is a symbol in this graph",
+                expected="a hidden size, or head_dim, that is known at compile time",
+                hint="leave only tokens and batch dynamic: torch._dynamo.mark_dynamic instead of dynamic=True",
+            )
+            return Miss(n, why, LIFT)
+    return None
 
 
 def _broadcast(view: GraphView, st: Statistic, region: set[Node]) -> Miss | None:

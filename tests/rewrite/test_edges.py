@@ -222,3 +222,18 @@ def test_a_lost_rotation_of_another_lost_one_is_named_too():
     report = rewritten(f, x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6))
     assert not report.sites
     assert len(report.refusals) == 2
+
+
+def test_rows_of_a_dynamic_length_are_refused_by_that_name():
+    """With dynamic=True even the width of an argument is a symbol; a module's weight keeps it a number."""
+
+    def f(x, w, cos, sin):
+        a, b = F.rms_norm(x, (x.shape[-1],), w, 1e-6).unflatten(-1, (HEADS, -1)).transpose(1, 2).float().chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype).transpose(1, 2).flatten(2)
+
+    args = (x(), torch.rand(ROW).to(BF16), *tables(2, HEADS, 6))
+    (refusal,) = rewritten(f, *args, dynamic={0: 2, 1: 0, 2: 3, 3: 3}).refusals
+    assert "is normalised over" in refusal.reason
+    assert "elements, a size that is a symbol in this graph" in refusal.reason
+    assert "mark_dynamic" in refusal.hint
+    assert refusal.certain
