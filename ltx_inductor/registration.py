@@ -27,6 +27,7 @@ from ltx_inductor import natten_calls
 from ltx_inductor.config import PREFIX, Config, check_mapping, from_environment
 from ltx_inductor.joint_pass import LtxPass, flatten, with_ours, without_ours
 from ltx_inductor.kernel_needs import device_kernels
+from ltx_inductor.kernels import profit
 
 _lock = threading.RLock()
 _active: list[tuple[object, Config]] = []  # who asked for the pass, and how; the last one's options count
@@ -65,7 +66,9 @@ def _parse(options: Mapping[str, Any] | None) -> Config:
     foreign = [key for key in options if not key.startswith(PREFIX)]
     if foreign:
         raise ValueError(f"option {foreign[0]!r} is not ours: expected keys with the prefix {PREFIX!r}")
-    return from_environment().with_options(options)
+    config = from_environment().with_options(options)
+    profit.table(config.profit)  # a table that cannot be read is told here, not in a later compile
+    return config
 
 
 def _add(token: object, config: Config) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import ltx_inductor
 from ltx_inductor.cache_id import cache_id
 from ltx_inductor.config import Config, from_environment
 from ltx_inductor.kernels import profit
 from ltx_inductor.kernels.choice import AssumedKernels, DeviceKernels
+from ltx_inductor.registration import current_config
 from ltx_inductor.rewrite import passes
 
 from ..harness import copy_graph, trace
@@ -67,6 +69,14 @@ def test_a_table_that_is_none(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"table.json.*cannot be read.*expected 'measured', 'any', or a file"):
         profit.table(str(path))
+
+
+def test_register_does_not_wait_for_a_compile_to_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text("no table")
+    with pytest.raises(ValueError, match="cannot be read"):
+        ltx_inductor.register({"ltx_inductor.profit": str(path)})
+    assert current_config() is None
 
 
 def test_times_have_to_be_positive(tmp_path: Path) -> None:
