@@ -178,6 +178,27 @@ def test_a_graph_that_guards_is_none_and_leaves_nothing_behind() -> None:
     assert legal.problem(7, 6, 0) == Legal(DYNAMIC).problem(7, 6, 0)
 
 
+def test_sizes_that_agree_for_the_example_only_make_no_graph() -> None:
+    """Two tokens, two heads: with guards suppressed torch takes a view of [tokens, heads] as [heads, tokens] for none."""
+    q = Side(enter="permute_then_view", rotate="slice_writes", leave="permute_contiguous_view")
+    k = Side(norm="rms_torch", enter="permute_then_view", leave="keep_bhsd")
+    legal = Legal(
+        Recipe(
+            q=q,
+            k=k,
+            structure="same-x",
+            rounding="fp32-rope",
+            dtype="fp16",
+            dynamic=("seq",),
+            B=1,
+            S=2,
+            heads=2,
+            head_dim=10,
+        )
+    )
+    assert legal.problem(8001800065, 6, 2) is None
+
+
 def test_a_pass_that_guards_is_seen() -> None:
     legal = Legal(DYNAMIC)
     with pytest.MonkeyPatch.context() as patch:

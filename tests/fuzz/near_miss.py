@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from ..harness import copy_graph, output_node, shape_facts
@@ -23,6 +25,7 @@ aten = torch.ops.aten
 Node = fx.Node
 JOINS = (aten.cat.default, aten.stack.default, aten.slice_scatter.default, aten.select_scatter.default)
 CUTS = (aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
 PRODUCTS, SUMS = (aten.mul.Tensor, aten.addcmul.default), (aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default)
 
 
@@ -57,7 +60,8 @@ def edited(gm: fx.GraphModule, edit: Callable[[fx.Graph], object]) -> fx.GraphMo
 def propagate(gm: fx.GraphModule, changed: set[Node]) -> None:
     """Recomputes the fake values of the changed nodes and of all that is computed from them. Adds no guards.
 
-    As Dynamo does it, with the Python dispatcher: without it torch cannot broadcast to symbolic sizes.
+    As Dynamo does it, with the Python dispatcher: without it torch cannot broadcast to symbolic sizes. Raises
+    ValueError where the values would need a guard on a size: where two sizes are the same for the example only.
     """
     vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     mode = next(v.fake_mode for v in vals if isinstance(v, torch.Tensor))
@@ -69,9 +73,26 @@ def propagate(gm: fx.GraphModule, changed: set[Node]) -> None:
                 todo.add(n)
                 args, kwargs = (map_arg(a, lambda m: m.meta["val"]) for a in (n.args, n.kwargs))
                 n.meta["val"] = n.target(*args, **kwargs)
+                if not _sizes_hold(n, args):
+                    raise ValueError(f"{n.name} has its sizes for the example only")
     results = [t for t in pytree.arg_tree_leaves(output_node(gm.graph).args[0]) if isinstance(t, Node)]
     if any(isinstance(t.meta["val"], torch.Tensor) and t.meta["val"].numel() == 0 for t in results):
         raise ValueError("an empty result")
+
+
+def _sizes_hold(n: Node, args: tuple[Any, ...]) -> bool:
+    """Does a view have the sizes it was asked for, and do operands fit each other, whatever the symbols are?"""
+    shape = n.meta["val"].shape if isinstance(n.meta["val"], torch.Tensor) else ()
+    if n.target in VIEWS:
+        return all((isinstance(a, int) and a == -1) or _same(a, s) for a, s in zip(args[1], shape, strict=True))
+    if n.target in PRODUCTS or n.target in SUMS:
+        shapes = [t.shape for t in args if isinstance(t, torch.Tensor)]
+        return all(_same(a, 1) or _same(a, s) for own in shapes for a, s in zip(own[::-1], shape[::-1], strict=False))
+    return True
+
+
+def _same(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)
 
 
 def live_rotations(graph: fx.Graph) -> int:
