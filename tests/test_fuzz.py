@@ -179,7 +179,7 @@ def test_a_graph_that_guards_is_none_and_leaves_nothing_behind() -> None:
 
 
 def test_sizes_that_agree_for_the_example_only_make_no_graph() -> None:
-    """Two tokens, two heads: with guards suppressed torch takes a view of [tokens, heads] as [heads, tokens] for none."""
+    """Two tokens, two heads: with guards suppressed, a view of [tokens, heads] as [heads, tokens] seems to be none."""
     q = Side(enter="permute_then_view", rotate="slice_writes", leave="permute_contiguous_view")
     k = Side(norm="rms_torch", enter="permute_then_view", leave="keep_bhsd")
     legal = Legal(
