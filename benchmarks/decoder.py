@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import gc
 import json
 import statistics
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ltx_inductor
-from benchmarks.decoder_block import error, kernels, natten_processor, peak_gb, reference_na3d
+from benchmarks.decoder_block import add_row, begin, error, kernels, natten_processor, peak_gb, reference_na3d
 from benchmarks.fna_timing import in_turns, once
 
 CONTENDERS: dict[str, dict[str, Any] | None] = {
@@ -143,29 +142,13 @@ def main() -> None:
     parser.add_argument("--swiglu-tile", type=int, default=1 << 18, help="tokens per tile of the MLP")
     parser.add_argument("--budget-ms", type=float, default=8000, help="GPU time of one comparison")
     args = parser.parse_args()
-    import natten
-    from diffusers.models.autoencoders import ltx2_diffusion_decoder
-
-    ltx2_diffusion_decoder._SWIGLU_TILE_SIZE = args.swiglu_tile
+    result = begin(args.swiglu_tile)
     torch._dynamo.config.recompile_limit = 64  # five stages, two backends, one function
-    result: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "natten": natten.__version__,
-        "swiglu_tile": args.swiglu_tile,
-        "rows": [],
-    }
     for text in args.videos.split(";"):
         frames, height, width = map(int, text.split(","))
         torch._dynamo.reset()
         row = measure((frames, height, width), whole=height < args.stage_5_only, budget_ms=args.budget_ms)
-        result["rows"].append(row)
-        print(json.dumps(row, indent=1), flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        add_row(result, row, args.out)
 
 
 if __name__ == "__main__":

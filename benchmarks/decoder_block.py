@@ -142,34 +142,43 @@ def measure(grid: tuple[int, int, int], repeats: int, with_error: bool) -> dict[
     return row
 
 
+def begin(swiglu_tile: int) -> dict[str, Any]:
+    """Sets the tile of diffusers' MLP, in tokens; what the JSON says of the run, with no rows yet."""
+    import natten
+    from diffusers.models.autoencoders import ltx2_diffusion_decoder
+
+    ltx2_diffusion_decoder._SWIGLU_TILE_SIZE = swiglu_tile
+    return {
+        "command": "python " + " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "natten": natten.__version__,
+        "swiglu_tile": swiglu_tile,
+        "rows": [],
+    }
+
+
+def add_row(result: dict[str, Any], row: dict[str, Any], out: Path | None) -> None:
+    """Also prints it, and writes what there is so far: a later row may not fit into memory or time."""
+    result["rows"].append(row)
+    print(json.dumps(row, indent=1), flush=True)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--grids", default="33,64,96;121,136,240", help="T,H,W;T,H,W")
     parser.add_argument("--swiglu-tile", type=int, default=16384, help="tokens per tile of the MLP (diffusers: 16384)")
     args = parser.parse_args()
-    import natten
-    from diffusers.models.autoencoders import ltx2_diffusion_decoder
-
-    ltx2_diffusion_decoder._SWIGLU_TILE_SIZE = args.swiglu_tile
-
-    result: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "natten": natten.__version__,
-        "swiglu_tile": args.swiglu_tile,
-        "rows": [],
-    }
+    result = begin(args.swiglu_tile)
     for text in args.grids.split(";"):
         t, h, w = map(int, text.split(","))
         row = measure((t, h, w), repeats=5 if t > 65 else 15, with_error=t * h * w <= 1 << 18)
-        result["rows"].append(row)
-        print(json.dumps(row, indent=1), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        add_row(result, row, args.out)
 
 
 if __name__ == "__main__":

@@ -126,15 +126,7 @@ def _certainly(fact: Any) -> bool:
     return statically_known_true(fact)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: Sequence[int],
-    scale: float,
-    exact: bool = False,
-    verify: bool = False,
-) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], *_: Any) -> Tensor:
     _check(q, k, v, kernel_size)
     return q.new_empty(q.shape)
 
@@ -190,15 +182,7 @@ def _without_kernel(missing: str, exact: bool) -> None:
     )
 
 
-def _no_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: Sequence[int],
-    scale: float,
-    exact: bool = False,
-    verify: bool = False,
-) -> Tensor:
+def _no_gradients(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     if torch.is_grad_enabled():
         needing = [name for name, t in (("q", q), ("k", k), ("v", v)) if t.requires_grad]
         if needing:
@@ -207,7 +191,7 @@ def _no_gradients(
                 "torch.no_grad() or torch.inference_mode(), or on detached tensors"
             )
     with torch._C._AutoDispatchBelowAutograd():
-        out: Tensor = torch.ops.ltx_inductor.na3d.default(q, k, v, kernel_size, scale, exact, verify)
+        out: Tensor = torch.ops.ltx_inductor.na3d.default(q, k, v, *arguments)
     return out
 
 

@@ -10,7 +10,6 @@ taking turns.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,8 +32,7 @@ def compared(
 
     Not inside CUDA-graph capture: the comparison is postponed to the next call outside of one.
     """
-    if got.is_cuda and torch.cuda.is_current_stream_capturing():
-        verified.postpone(_OP)
+    if verified.postponed(_OP, got):
         return got
     some = _some(q, next(_turn))
     elements, wrong, what = difference(got[some], q[some], k[some], v[some], window, scale, exact, reference)
@@ -46,8 +44,7 @@ def compared(
         "it is off in this process, which runs the reference; " + repro.save(_OP, (q, k, v, list(window), scale, exact))
     )
     fna.turn_off(q.device.index, window, exact, sentence)
-    verified.note(sentence)
-    warnings.warn(f"ltx_inductor: {sentence}", stacklevel=2)
+    verified.tell(sentence)
     return reference(q, k, v, window, scale)
 
 

@@ -34,8 +34,7 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
     of one (the warm-up before a capture is such a call).
     """
     results = _as_tuple(got)
-    if results[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        postpone(op)
+    if postponed(op, results[0]):
         return got
     want = eager(*args)
     elements = sum(g.numel() for g in results)
@@ -49,8 +48,7 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
         "process, which runs the eager chain; " + repro.save(op, args)
     )
     rope.turn_off(args, sentence)
-    note(sentence)
-    warnings.warn(f"ltx_inductor: {sentence}", stacklevel=2)
+    tell(sentence)
     return want
 
 
@@ -73,13 +71,21 @@ def told() -> list[str]:
     ] + notes
 
 
-def postpone(op: str) -> None:
-    """Counts and tells of a call of `op` that is not compared, since a CUDA graph is being captured."""
+def postponed(op: str, result: Tensor) -> bool:
+    """Is a CUDA graph being captured, so that `result` cannot be compared? That is counted and told."""
+    if not (result.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
     counts.postponed(op)
-    note(f"{op}: calls inside CUDA-graph capture were not compared with eager; those outside of it are")
+    _note(f"{op}: calls inside CUDA-graph capture were not compared with eager; those outside of it are")
+    return True
 
 
-def note(sentence: str) -> None:
-    """Puts a finding into the reports of this process, once."""
+def tell(sentence: str) -> None:
+    """A kernel was wrong: a warning, and a note in the reports of this process."""
+    _note(sentence)
+    warnings.warn(f"ltx_inductor: {sentence}", stacklevel=3)
+
+
+def _note(sentence: str) -> None:
     if sentence not in notes:
         notes.append(sentence)

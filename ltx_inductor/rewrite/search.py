@@ -66,8 +66,7 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
         return
     dynamic = _dynamic_row(view, st, region)
     if dynamic:
-        out.misses.append(dynamic)
-        out.covered |= computed_inside(dynamic.node, region) | reached_inside(dynamic.node, region)
+        _tell(out, dynamic, region)
         return
     size = view.sizes.numel(st.x)
     candidates = [n for n in region if n.target in _ENDS and n in view.live and view.sizes.numel(n) == size]
@@ -92,8 +91,13 @@ def _search_one(view: GraphView, st: Statistic, rstds: set[Node], out: Found) ->
     if not found:
         best = _broadcast(view, st, region) or best
     if best:
-        out.misses.append(best)
-        out.covered |= computed_inside(best.node, region) | reached_inside(best.node, region)
+        _tell(out, best, region)
+
+
+def _tell(out: Found, miss: Miss, region: set[Node]) -> None:
+    """The miss speaks for all of the region that has to do with its node."""
+    out.misses.append(miss)
+    out.covered |= computed_inside(miss.node, region) | reached_inside(miss.node, region)
 
 
 def _dynamic_row(view: GraphView, st: Statistic, region: set[Node]) -> Miss | None:
