@@ -5,6 +5,9 @@
 On GPUs, with NCCL, it is a script of its own; every rank then writes OUT.<rank> and says whether all is as expected:
 
     BACKEND=nccl torchrun --nproc-per-node 2 tests/distributed_child.py OUT
+
+Ranks beyond the number of GPUs share them. NCCL refuses two ranks on one GPU of a host, so each rank then says that it is
+a host of its own (NCCL_HOSTID), and what they send goes through sockets instead of NVLink.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from ltx_inductor.explainer import _eager
 from tests.end_to_end_child import QueriesAndKeys
 
 BACKEND = os.environ.get("BACKEND", "gloo")
-DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if BACKEND == "nccl" else torch.device("cpu")
+DEVICE = torch.device("cpu")
+if BACKEND == "nccl":
+    DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 HEADS, DIM, TOKENS = 4, 32, 64
 ROW = HEADS * DIM
 OPTIONS = {"ltx_inductor.cpu": True}
@@ -172,6 +177,8 @@ def main() -> None:
 
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
+        if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+            os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
     dist.init_process_group(BACKEND)
     rank, world = dist.get_rank(), dist.get_world_size()
     real, found = compile_fx.compile_fx, {}
