@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 PREFIX = "ltx_inductor."
-RULES = ("rmsnorm_split_rope", "neighborhood_attention")
+RULES = ("rmsnorm_axial_rope", "rmsnorm_split_rope", "neighborhood_attention")
 VERIFY = ("first", "always", "off")
 PROFIT = ("measured", "any")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -22,12 +22,12 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class Config:
     """Options of one compile; `with_options` is the way to make one from user input.
 
-    rules:   names of the rules to run, in this order.
+    rules:   names of the rules to run; they run in the order of RULES.
     cpu:     rewrite CPU graphs too. The op then runs its reference, which is slower than Inductor's C++.
     strict:  a lost or refused site is an error (LostFusionError) instead of a line in the report.
     dump:    folder for before/after/diff files of every graph and every rewrite, or None.
     exact:   only rewrites that have the bits of what they replace; neighborhood attention then needs the kernel that
-             has NATTEN's, and is refused where there is none. The other rule has eager's bits anyway.
+             has NATTEN's, and is refused where there is none. The other rules have eager's bits anyway.
     trust_block_mask: take the BlockMask of a FlexAttention for what create_block_mask makes of its mask_mod, where
              the graph does not show that it is, because it comes in as an input.
     verify:  when a kernel is compared with eager: "first", before its first use on a device and torch version;

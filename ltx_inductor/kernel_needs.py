@@ -24,9 +24,9 @@ def device_kernels(prove: bool = True, profit: str = "measured") -> Any:
     """
     from ltx_inductor.kernels.choice import DeviceKernels
     from ltx_inductor.kernels.profit import table
-    from ltx_inductor.ops import na3d, rope
+    from ltx_inductor.ops import axial_rope, na3d, rope
 
-    return DeviceKernels(rope.reference, na3d.reference, prove, table(profit))
+    return DeviceKernels(rope.reference, na3d.reference, prove, table(profit), axial_rope.reference)
 
 
 def assumed_kernels(profit: str = "measured") -> Any:

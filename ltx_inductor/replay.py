@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from ltx_inductor.kernels import fna, repro, rope
-from ltx_inductor.ops import na3d, na3d_verified
+from ltx_inductor.kernels import fna, repro, rope, rope_axial
+from ltx_inductor.ops import axial_rope, na3d, na3d_verified
 from ltx_inductor.ops import rope as ops
 
 _OPS: dict[str, tuple[Any, Any]] = {
@@ -20,7 +21,8 @@ _OPS: dict[str, tuple[Any, Any]] = {
     "qk_rmsnorm_split_rope": (rope.launch_pair, ops.reference_pair),
 }
 
-_NA3D = "na3d"
+_NA3D, _AXIAL = "na3d", axial_rope.NAME
+_DECLINED = "the kernel declines these inputs: eager sums them in another order, and the op runs eager"
 
 
 class ReplayError(Exception):
@@ -37,7 +39,8 @@ def replay(path: str | Path) -> dict[str, Any]:
         raise ReplayError("there is no GPU here, and the kernel runs on one only")
     args = _on_the_gpu(data["args"])
     with torch.no_grad():
-        elements, wrong = _neighborhood(args) if data["op"] == _NA3D else _rope(data["op"], args)
+        others = {_NA3D: _neighborhood, _AXIAL: _axial}
+        elements, wrong = others[data["op"]](args) if data["op"] in others else _rope(data["op"], args)
     recorded = {k: data[k] for k in ("torch", "cuda", "device")}
     here = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "device": torch.cuda.get_device_name()}
     return {
@@ -55,9 +58,21 @@ def _rope(op: str, args: list[Any]) -> tuple[int, int]:
     launch, eager = _OPS[op]
     got, want = launch(*args), eager(*args)
     if got is None:
-        raise ReplayError("the kernel declines these inputs: eager sums them in another order, and the op runs eager")
+        raise ReplayError(_DECLINED)
     pairs = list(zip(_tuple(got), _tuple(want), strict=True))
     return sum(g.numel() for g, _ in pairs), sum(repro.differing(g, w) for g, w in pairs)
+
+
+def _axial(args: list[Any]) -> tuple[int, int]:
+    x, _, cos, *_, contract = args
+    spec = rope_axial.Spec(contract, x.dtype, tuple(c.shape[-1] for c in cos))
+    missing = rope_axial.prepare(torch.cuda.get_device_capability(), spec, torch.cuda.current_device())
+    if missing is not None:
+        raise ReplayError(missing)
+    got = rope_axial.launch(*args)
+    if got is None:
+        raise ReplayError(_DECLINED)
+    return got.numel(), repro.differing(got, axial_rope.reference(*args))
 
 
 def _neighborhood(args: list[Any]) -> tuple[int, int]:
@@ -85,9 +100,9 @@ def _load(path: Path) -> dict[str, Any]:
         raise ReplayError(f"{path}: {error.strerror}") from None
     except Exception as error:  # whatever torch makes of a file that is none of its own
         raise ReplayError(f"{path} is not a kept call of ltx_inductor ({type(error).__name__})") from None
-    if not isinstance(data, dict) or data.get("op") not in (*_OPS, _NA3D) or "args" not in data:
+    if not isinstance(data, dict) or data.get("op") not in (*_OPS, _AXIAL, _NA3D) or "args" not in data:
         raise ReplayError(
-            f"{path} is not a kept call of ltx_inductor; expected one of the ops {', '.join((*_OPS, _NA3D))}"
+            f"{path} is not a kept call of ltx_inductor; expected one of the ops {', '.join((*_OPS, _AXIAL, _NA3D))}"
         )
     return data
 
@@ -99,7 +114,8 @@ def _on_the_gpu(args: list[Any]) -> list[Any]:
         span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
         return t.as_strided((span,), (1,)).cuda().as_strided(t.shape, t.stride())
 
-    return [moved(a) if isinstance(a, Tensor) else a for a in args]
+    found: list[Any] = tree_map_only(Tensor, moved, args)
+    return found
 
 
 def _prepare(args: list[Any]) -> None:

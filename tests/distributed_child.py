@@ -6,8 +6,8 @@ On GPUs, with NCCL, it is a script of its own; every rank then writes OUT.<rank>
 
     BACKEND=nccl torchrun --nproc-per-node 2 tests/distributed_child.py OUT
 
-Ranks beyond the number of GPUs share them. NCCL refuses two ranks on one GPU of a host, so each rank then says that it is
-a host of its own (NCCL_HOSTID), and what they send goes through sockets instead of NVLink.
+Ranks beyond the number of GPUs share them. NCCL refuses two ranks on one GPU of a host, so each rank then says that it
+is a host of its own (NCCL_HOSTID), and what they send goes through sockets instead of NVLink.
 """
 
 from __future__ import annotations

@@ -120,18 +120,20 @@ def _any_finished(folder: Path, pattern: str) -> tuple[Path, bytes] | None:
 
 
 def prebuild(archs: list[str]) -> list[tuple[str, str]]:
-    """Builds the launcher and the production kernels (PRODUCTION of rope and fna) for each arch, e.g. ["9.0a", "10.0"].
+    """Builds the launcher and the production kernels for each arch, e.g. ["9.0a", "10.0"].
 
-    Returns (arch, folder of the artefacts) per arch. Needs no GPU. Raises ValueError for an arch that is none,
-    MissingToolError or BuildError where it cannot be built.
+    Those are PRODUCTION of rope, rope_axial and fna. Returns (arch, folder of the artefacts) per arch. Needs no GPU.
+    Raises ValueError for an arch that is none, MissingToolError or BuildError where it cannot be built.
     """
-    from ltx_inductor.kernels import fna, rope
+    from ltx_inductor.kernels import fna, rope, rope_axial
 
     numbers = [arch_number(a) for a in archs]
     folder = launcher().parent
     for number in numbers:
         for spec in rope.PRODUCTION:
             cubin(spec.name, number, spec.flags)
+        for axial in rope_axial.PRODUCTION:
+            rope_axial.cubin(axial, number)
         if number == arch_number(fna.ARCH):
             for window in fna.PRODUCTION:
                 fna.cubin(window)

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ltx_inductor.kernels import fna, fna_gate, gate, rope
+from ltx_inductor.kernels import axial_gate, fna, fna_gate, gate, rope, rope_axial
 from ltx_inductor.kernels.profit import Table
 
-_ROPE, _NEIGHBORHOOD = "rmsnorm_split_rope", "neighborhood_attention"
+_ROPE, _AXIAL, _NEIGHBORHOOD = "rmsnorm_split_rope", "rmsnorm_axial_rope", "neighborhood_attention"
 _NOT_PROVED = "not compared with eager on this device: verify is off"
 ASSUMED_ARCH = (9, 0)  # what a report about a CPU graph assumes: an H100 or H200
 
@@ -74,6 +74,35 @@ class _Rope:
         if device is None:
             return "on the CPU the op runs its reference: the eager chain, op by op"
         return gate.proof(need, device) if self._prove else _NOT_PROVED
+
+
+class _Axial:
+    """Kernels that have eager's bits; `reference` is the eager chain. prove: compare with it before the first use."""
+
+    def __init__(self, reference: Callable[..., torch.Tensor] | None = None, prove: bool = True) -> None:
+        self._reference, self._prove = reference, prove
+
+    def unsupported(self, need: Any, arch: tuple[int, int]) -> str | None:
+        names = ("dtype", "table_dtype", "pairs", "token_axes", "contract")
+        return rope_axial.unsupported(arch=arch, **{name: getattr(need, name) for name in names})
+
+    def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
+        spec = rope_axial.Spec(need.contract, need.dtype, need.pairs)
+        missing = rope_axial.prepare(arch, spec, device)
+        if missing is not None or not self._prove:
+            return missing
+        assert self._reference is not None
+        return axial_gate.refusal(spec, device, self._reference)
+
+    def on_the_cpu(self, need: Any, assumed: bool) -> str | None:
+        return self.unsupported(need, ASSUMED_ARCH) if assumed else None
+
+    def proof(self, need: Any, device: int | None) -> str:
+        if device is None:
+            return "on the CPU the op runs its reference: the eager chain, op by op"
+        if not self._prove:
+            return _NOT_PROVED
+        return axial_gate.proof(rope_axial.Spec(need.contract, need.dtype, need.pairs), device)
 
 
 class _Neighborhood:
@@ -134,8 +163,9 @@ class _Neighborhood:
 class DeviceKernels:
     """Kernels of this process's devices; the references on the CPU.
 
-    reference, neighborhood_reference: those of the RoPE ops and of na3d, which kernels are compared with before their
-    first use. prove: whether they are (option verify="off"). profit: what is not worth it.
+    reference, neighborhood_reference, axial_reference: those of the RoPE ops, of na3d and of rmsnorm_axial_rope, which
+    kernels are compared with before their first use. prove: whether they are (option verify="off"). profit: what is
+    not worth it.
     """
 
     def __init__(
@@ -144,9 +174,11 @@ class DeviceKernels:
         neighborhood_reference: Callable[..., torch.Tensor] | None = None,
         prove: bool = True,
         profit: Table | None = None,
+        axial_reference: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self._families: dict[str, Family] = {
             _ROPE: _Rope(reference, prove),
+            _AXIAL: _Axial(axial_reference, prove),
             _NEIGHBORHOOD: _Neighborhood(neighborhood_reference, prove),
         }
         self._profit = profit or Table()
@@ -182,7 +214,7 @@ class AssumedKernels:
     """For `explain`: a CPU graph is reported as it would be on an H100 or H200, a CUDA graph as on its device."""
 
     def __init__(self, profit: Table | None = None) -> None:
-        self._families: dict[str, Family] = {_ROPE: _Rope(), _NEIGHBORHOOD: _Neighborhood()}
+        self._families: dict[str, Family] = {_ROPE: _Rope(), _AXIAL: _Axial(), _NEIGHBORHOOD: _Neighborhood()}
         self._profit = profit or Table()
 
     def refusal(self, need: Need) -> str | None:

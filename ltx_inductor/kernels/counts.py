@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 _C_OPS = ("rmsnorm_split_rope", "qk_rmsnorm_split_rope")
-OPS = (*_C_OPS, "na3d")
+OPS = (*_C_OPS, "rmsnorm_axial_rope", "na3d")
 
 
 @dataclass
@@ -88,7 +88,7 @@ def bytes_of(t: Tensor) -> int:
 def stats(*, reset: bool = False) -> dict[str, dict[str, int]]:
     """What the ops have done in this process since it started, or since the last reset.
 
-    {op: {...}} for rmsnorm_split_rope, qk_rmsnorm_split_rope and na3d, with
+    {op: {...}} for rmsnorm_split_rope, qk_rmsnorm_split_rope, rmsnorm_axial_rope and na3d, with
 
         kernel            calls that a kernel ran
         reference         calls on the CPU, which run the eager chain

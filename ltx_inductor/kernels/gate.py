@@ -82,12 +82,9 @@ def _compare(need: Any, device: int, reference: Callable[..., Tensor]) -> dict[s
     return record
 
 
-def draw(need: Any, heads: int, tokens: int, device: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [1, S, H*D] or [1, S, H, D], weight, cos and sin [1, H, S, D/2], on the device; the values described above."""
-    gen = torch.Generator().manual_seed(0)
-    half = need.head_dim // 2
-    shape = (1, tokens, heads, need.head_dim)
-    x = torch.randn(shape, generator=gen)
+def awkward(x: Tensor) -> Tensor:
+    """x [1, S, H, D], drawn from a normal distribution; with the values described above, in place."""
+    tokens = x.shape[1]
     x *= torch.tensor([1.0, 1e-3, 1e-6, 300.0]).repeat(-(-tokens // 4))[:tokens].view(1, -1, 1, 1)
     x.view(-1)[:: max(1, x.numel() // 4096)] *= 1e4
     x[:, 1::5, :, ::7] = 0.0
@@ -95,6 +92,15 @@ def draw(need: Any, heads: int, tokens: int, device: int) -> tuple[Tensor, Tenso
     x[:, 3::5, :, ::11] = 1e-40
     if tokens > 8:
         x[0, 7, 0, 0], x[0, 8, 0, 1] = float("inf"), float("nan")
+    return x
+
+
+def draw(need: Any, heads: int, tokens: int, device: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [1, S, H*D] or [1, S, H, D], weight, cos and sin [1, H, S, D/2], on the device; the values described above."""
+    gen = torch.Generator().manual_seed(0)
+    half = need.head_dim // 2
+    shape = (1, tokens, heads, need.head_dim)
+    x = awkward(torch.randn(shape, generator=gen))
     angle = torch.rand((1, tokens, heads, half), generator=gen) * 6.2831853
     cos, sin = angle.cos(), angle.sin()
     cancel = slice(0, None, 3)  # n0*cos - n1*sin: nothing but the rounding of the two products is left

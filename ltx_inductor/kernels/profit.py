@@ -5,8 +5,8 @@ The table is data, profit.json beside this file or a file of the user's, written
     {"device": ..., "torch": ..., "date": ..., "command": ...,
      "rows": [{"rule": "rmsnorm_split_rope", "arch": "9.0", "size": 262144, "ltx_us": 2.9, "other_us": 8.1}, ...]}
 
-size is what the rule counts: for rmsnorm_split_rope the bytes that a launch has to move, for neighborhood_attention
-queries times heads. other_us is the time of what is replaced: Inductor's own code for the first, NATTEN for the second.
+size is what the rule counts: the bytes that a launch has to move, or queries times heads for neighborhood_attention.
+other_us is the time of what is replaced: Inductor's own code, or NATTEN for neighborhood_attention.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from typing import Any
 
 MEASURED, ANY = "measured", "any"  # the table of the package; no table: everything legal is rewritten
 _PACKAGED = Path(__file__).with_name("profit.json")
-_UNITS = {"rmsnorm_split_rope": "bytes to move", "neighborhood_attention": "queries"}
-_OTHER = {"rmsnorm_split_rope": "Inductor's own code", "neighborhood_attention": "NATTEN"}
+_UNITS = {
+    "rmsnorm_axial_rope": "bytes to move",
+    "rmsnorm_split_rope": "bytes to move",
+    "neighborhood_attention": "queries",
+}
+_OTHER = {"neighborhood_attention": "NATTEN"}  # for the other rules Inductor's own code
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,10 @@ class Table:
         row = None if size is None else self.nearest(rule, arch, size)
         if row is None or row.ltx_us < row.other_us:
             return None
+        other = _OTHER.get(rule, "Inductor's own code")
         return (
             f"it would be slower here: at {row.size:,} {_UNITS.get(rule, 'units')}, the nearest size measured to "
-            f"{size:,}, the kernel takes {row.ltx_us:.1f} us and {_OTHER.get(rule, 'what it replaces')} "
-            f"{row.other_us:.1f} us ({self.source})"
+            f"{size:,}, the kernel takes {row.ltx_us:.1f} us and {other} {row.other_us:.1f} us ({self.source})"
         )
 
 

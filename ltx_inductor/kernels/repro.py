@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ltx_inductor.kernels import store
 
@@ -20,10 +21,10 @@ log = logging.getLogger("ltx_inductor")
 
 def save(op: str, args: Sequence[Any]) -> str:
     """Keeps a call of `op`; says how to run it again, or why that cannot be done."""
-    moved = [_on_the_cpu(a) if isinstance(a, Tensor) else a for a in args]
+    moved = tree_map_only(Tensor, _on_the_cpu, list(args))
     device = device_name(next(a for a in args if isinstance(a, Tensor)))
     data = {"op": op, "args": moved, "torch": str(torch.__version__), "cuda": str(torch.version.cuda), "device": device}
-    facts = [(tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in moved]
+    facts = tree_map_only(Tensor, lambda t: (tuple(t.shape), t.stride(), t.dtype), moved)
     digest = hashlib.sha256(repr([op, facts, torch.__version__, device]).encode()).hexdigest()[:12]
     path = store.cache_root() / "repros" / f"{op}-{digest}.pt"
     try:

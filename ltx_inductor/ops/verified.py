@@ -27,8 +27,16 @@ def split(contract: str) -> tuple[str, bool]:
     return contract.removesuffix(SUFFIX), contract.endswith(SUFFIX)
 
 
-def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) -> Any:
+def compared(
+    op: str,
+    got: Any,
+    eager: Callable[..., Any],
+    args: Sequence[Any],
+    turn_off: Callable[[Sequence[Any], str], None] = rope.turn_off,
+) -> Any:
     """`got`, the kernel's, where it has the bits of `eager(*args)`; else those, with the kernel off and `args` kept.
+
+    turn_off: switches the kernel of a call with `args` off, for a reason.
 
     Not inside CUDA-graph capture, where nothing can be looked at: the comparison is postponed to the next call outside
     of one (the warm-up before a capture is such a call).
@@ -47,7 +55,7 @@ def compared(op: str, got: Any, eager: Callable[..., Any], args: Sequence[Any]) 
         f"{repro.device_name(results[0])} with torch {torch.__version__}; it is off for this configuration in this "
         "process, which runs the eager chain; " + repro.save(op, args)
     )
-    rope.turn_off(args, sentence)
+    turn_off(args, sentence)
     tell(sentence)
     return want
 

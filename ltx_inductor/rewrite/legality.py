@@ -27,9 +27,9 @@ def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SideP
     check_inference(view, "the norm and the rotation")
     check_plain_tensors(view, inputs)
     check_sizes([*inputs, planned.side.result], "the rotation")
-    _check_norm(planned)
+    check_norm(planned.side.statistic)
     inside = computed_inside(planned.side.result, region)  # redundant once the result is replaced
-    _check_readers(view, planned, inside)
+    check_readers(view, {planned.side.cos.node, planned.side.sin.node}, planned.side.result, inside)
     check_mutation(view, inputs, planned.side.result, "the rotation")
     check_streams(planned.side.result, inside)
     return planned
@@ -45,8 +45,8 @@ def check_inference(view: GraphView, what: str) -> None:
         )
 
 
-def _check_norm(planned: SidePlan) -> None:
-    st = planned.side.statistic
+def check_norm(st: Statistic) -> None:
+    """Eager runs torch.rms_norm's fused kernel, whose order of summation ours has."""
     if not st.mean:
         raise Refuse(
             f"{st.rstd.name} divides a sum by N, which rounds differently from the mean of torch.rms_norm",
@@ -97,18 +97,17 @@ def check_plain_tensors(view: GraphView, inputs: Iterable[Node]) -> None:
         )
 
 
-def _check_readers(view: GraphView, planned: SidePlan, inside: set[Node]) -> None:
+def check_readers(view: GraphView, tables: set[Node], result: Node, inside: set[Node]) -> None:
     """Intermediates of the rotation must not be read outside; the norm's own values may (the norm then stays).
 
     What depends on a table is past the norm: keeping it would mean computing the rotation twice.
     """
-    tables = {planned.side.cos.node, planned.side.sin.node}
     past: set[Node] = set()
     for n in sorted(inside, key=view.order.__getitem__):
         if not any(a in past or (a not in inside and _reads(view, a, tables)) for a in n.all_input_nodes):
             continue
         past.add(n)
-        if n is planned.side.result:
+        if n is result:
             continue
         for u in n.users:
             if u not in inside and u in view.live and u.target not in _METADATA:

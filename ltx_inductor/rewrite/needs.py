@@ -29,6 +29,23 @@ class KernelNeed:
 
 
 @dataclass(frozen=True)
+class AxialNeed:
+    """What one call of `ltx_inductor::rmsnorm_axial_rope` asks: dtypes of x and of cos/sin, contract, device.
+
+    pairs: of every axis of the rotation, together half of head_dim; token_axes: axes of x in front of the heads.
+    """
+
+    kind: ClassVar[str] = "rmsnorm_axial_rope"
+
+    device: torch.device
+    dtype: torch.dtype
+    table_dtype: torch.dtype
+    pairs: tuple[int, ...]
+    token_axes: int
+    contract: str
+
+
+@dataclass(frozen=True)
 class NeighborhoodNeed:
     """What one call of `ltx_inductor::na3d` asks: dtype of q, head_dim in elements, window in keys per axis T, H, W.
 
@@ -44,8 +61,8 @@ class NeighborhoodNeed:
     exact: bool
 
 
-Need = KernelNeed | NeighborhoodNeed
-NEEDS: dict[str, type[Need]] = {need.kind: need for need in (KernelNeed, NeighborhoodNeed)}
+Need = KernelNeed | AxialNeed | NeighborhoodNeed
+NEEDS: dict[str, type[Need]] = {need.kind: need for need in (KernelNeed, AxialNeed, NeighborhoodNeed)}
 
 
 class Kernels(Protocol):

@@ -12,18 +12,22 @@ import gc
 import time
 from collections.abc import Iterator
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 import ltx_inductor.ops  # noqa: F401  (registers the ops that the pass writes)
 from ltx_inductor.config import Config
-from ltx_inductor.rewrite import dump, neighborhood_rule, rope_rule
+from ltx_inductor.rewrite import axial_rule, dump, neighborhood_rule, rope_rule
 from ltx_inductor.rewrite.digits import internal_error
 from ltx_inductor.rewrite.needs import Kernels
 from ltx_inductor.rewrite.pictures import Pictures
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, RewriteReport
 from ltx_inductor.rewrite.rule import Job, Rule
 
-RULES: dict[str, Rule] = {rope_rule.RULE: rope_rule.run, neighborhood_rule.RULE: neighborhood_rule.run}
+RULES: dict[str, Rule] = {
+    axial_rule.RULE: axial_rule.run,
+    rope_rule.RULE: rope_rule.run,
+    neighborhood_rule.RULE: neighborhood_rule.run,
+}
 
 
 def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) -> GraphReport:
@@ -35,10 +39,13 @@ def rewrite_graph(graph: Graph, config: Config, kernels: Kernels | None = None) 
     report = GraphReport(nodes=len(graph.nodes))
     pictures = Pictures(graph, config.dump) if config.dump or dump.wanted() else None
     start = time.perf_counter()
-    for rule in config.rules:
+    spoken_for: set[Node] = set()
+    for rule in RULES:
+        if rule not in config.rules:
+            continue
         try:
             with _no_collections():
-                RULES[rule](Job(rule, graph, config, kernels, report, pictures))
+                RULES[rule](Job(rule, graph, config, kernels, report, pictures, spoken_for))
         except Exception as e:  # the user's compile goes on without this rule
             why = internal_error(e)
             report.refusals.append(Refusal(rule, why.reason, hint=why.hint))

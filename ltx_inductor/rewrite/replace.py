@@ -155,8 +155,8 @@ class Replacer:
         weight_plans = [self._now(s.weight) if s.weight else None for s in sides]
         inputs = [*cos_sin, *(p.node for p in (*x_plans, *weight_plans) if p)]
         w.after(max(inputs, key=self.view.order.__getitem__))
-        xs = [_emit(w, p, like) for p in x_plans]
-        weights = [_emit(w, p, like) if p else None for p in weight_plans]
+        xs = [emit(w, p, like) for p in x_plans]
+        weights = [emit(w, p, like) if p else None for p in weight_plans]
         eps = [s.side.statistic.eps for s in sides]
         heads = [s.num_heads for s in sides]
         last = (sides[0].side.contract.name + verified.SUFFIX * self.verify, sides[0].layout)
@@ -182,7 +182,7 @@ class Replacer:
             return p.node
         if p not in self._tables:
             self._writer.after(p.node)
-            self._tables[p] = _emit(self._writer, p, p.node)
+            self._tables[p] = emit(self._writer, p, p.node)
         return self._tables[p]
 
 
@@ -197,7 +197,7 @@ def _is_identity(p: Plan) -> bool:
     )
 
 
-def _emit(w: Writer, p: Plan, like: Node) -> Node:
+def emit(w: Writer, p: Plan, like: Node) -> Node:
     """The nodes of a plan: split, select, permute, squeeze/unsqueeze and merge, negate; as few as it takes."""
     n = p.node
     if p.split is not None:

@@ -224,7 +224,7 @@ class RewriteReport:
         return "\n".join(_render(self))
 
 
-_NOUNS = {"rmsnorm_split_rope": "side", "neighborhood_attention": "call"}
+_NOUNS = {"rmsnorm_axial_rope": "axial side", "rmsnorm_split_rope": "side", "neighborhood_attention": "call"}
 
 
 def _counted(sites: list[Site]) -> str:

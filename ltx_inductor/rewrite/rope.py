@@ -74,7 +74,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class _Term:
+class Term:
     """One product of a case: sign, rounding of the product, the half of x it reads, norm and table."""
 
     negative: bool
@@ -87,13 +87,13 @@ class _Term:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """A half of the result: the term with its own half of x, and the one with the partner half."""
 
     rounding: torch.dtype | None
     fused: bool
-    own: _Term
-    partner: _Term
+    own: Term
+    partner: Term
 
 
 class Reader:
@@ -133,7 +133,7 @@ class Reader:
 
     # ---- one case
 
-    def _case(self, value: int, e: Expr) -> _Case:
+    def _case(self, value: int, e: Expr) -> Case:
         if isinstance(e, Neg):
             raise Refuse(f"{self.name} negates the sum of its products", expected="signs on the tables, not on the sum")
         rounding, e = unrounded(e)
@@ -157,16 +157,16 @@ class Reader:
                 f"{self.name} fuses the product with cos into the sum and rounds the product with sin",
                 expected="x*cos rounded first, then one fma with sin",
             )
-        return _Case(rounding, isinstance(e, Fma), own, partner)
+        return Case(rounding, isinstance(e, Fma), own, partner)
 
-    def _term(self, e: Expr) -> _Term:
+    def _term(self, e: Expr) -> Term:
         negative, e = split_sign(e)
         rounding, e = unrounded(e)
         if not isinstance(e, Mul):
             raise Refuse(f"{self.name} adds {_short(e)}", expected="the product of a normalised value and a table")
         return self._product(negative, rounding, e.a, e.b)
 
-    def _product(self, negative: bool, rounding: torch.dtype | None, a: Expr, b: Expr) -> _Term:
+    def _product(self, negative: bool, rounding: torch.dtype | None, a: Expr, b: Expr) -> Term:
         if contains(a, self.x) == contains(b, self.x):
             count = "two factors" if contains(a, self.x) else "no factor"
             raise Refuse(f"{self.name} multiplies {_short(a)} by {_short(b)}: {count} with {self.x.name}")
@@ -188,7 +188,7 @@ class Reader:
             )
         table = Leaf(table.node, tuple(self.space.resolve(axis) for axis in table.coords))
         negative = negative ^ flip_n ^ flip_t
-        return _Term(negative, rounding, fixed[0].value, coords, weight, norm_rounding, table)
+        return Term(negative, rounding, fixed[0].value, coords, weight, norm_rounding, table)
 
     # ---- the normalised value
 
@@ -260,7 +260,7 @@ class Reader:
 
     # ---- both cases together
 
-    def _assemble(self, out: Coords, half: Atom, first: _Case, second: _Case) -> Side:
+    def _assemble(self, out: Coords, half: Atom, first: Case, second: Case) -> Side:
         self.stage = ROLES
         terms = (first.own, first.partner, second.own, second.partner)
         contract = self._contract(first, second, terms, self._before_cast(terms[0].x).node.meta["val"].dtype)
@@ -318,7 +318,7 @@ class Reader:
                 return Leaf(root.node, tuple(self.space.resolve(c) for c in root.coords))
         return Leaf(self.x, coords)
 
-    def _contract(self, first: _Case, second: _Case, terms: Iterable[_Term], x: torch.dtype) -> Contract:
+    def _contract(self, first: Case, second: Case, terms: Iterable[Term], x: torch.dtype) -> Contract:
         terms = tuple(terms)
         if (
             first.rounding != second.rounding
@@ -410,6 +410,10 @@ class Reader:
                 f"{list(pair)}" + (": interleaved RoPE, where neighbours are rotated together" if interleaved else ""),
                 expected="one table element per pair, in order, halves apart (split RoPE)",
             )
+        self._check_foreign(what, table)
+
+    def _check_foreign(self, what: str, table: Leaf) -> None:
+        """A table is nothing that the norm itself is made of."""
         chain, todo = {self.statistic.rstd}, [self.statistic.rstd]
         while todo:
             for a in todo.pop().all_input_nodes:

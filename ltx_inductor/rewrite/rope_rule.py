@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch.fx import Node
 
 from ltx_inductor.rewrite.axes import SidePlan
@@ -18,6 +15,7 @@ from ltx_inductor.rewrite.rule import Job, on_the_cpu
 from ltx_inductor.rewrite.search import search
 from ltx_inductor.rewrite.source import source_line
 from ltx_inductor.rewrite.sweep import uncovered_rotations
+from ltx_inductor.rewrite.traffic import bytes_of, total
 from ltx_inductor.rewrite.view import GraphView
 
 RULE = "rmsnorm_split_rope"
@@ -29,7 +27,8 @@ def run(job: Job) -> None:
     found = search(view)
 
     def refuse(node: Node, why: Refuse, certain: bool = True) -> None:
-        job.refuse(view.order[node], node, why, certain)
+        if node not in job.spoken_for:
+            job.refuse(view.order[node], node, why, certain)
 
     for miss in found.misses:
         refuse(miss.node, miss.why, miss.certain)
@@ -53,7 +52,7 @@ def run(job: Job) -> None:
         alike = tuple((source, *shapes.values(), s.side.contract.name) for s, shapes, source in described)
         sizes = traffic(launch)
         try:
-            proof = job.ask(_needs(launch), None if None in sizes else sum(size or 0 for size in sizes))
+            proof = job.ask(_needs(launch), total(sizes))
             inputs = [n for s in launch.sides for n in input_nodes(s)]
             results = [s.side.result for s in launch.sides]
             drawn = drawings.before(alike, inputs, results)
@@ -124,17 +123,8 @@ def traffic(launch: Launch) -> list[int | None]:
     for s in launch.sides:
         nodes = [s.side.result, *(n for n in input_nodes(s) if n not in counted)]
         counted.update((s.cos.node, s.sin.node))
-        sizes = [_size(n.meta["val"]) for n in nodes]
-        found.append(None if None in sizes else sum(size or 0 for size in sizes))
+        found.append(total(bytes_of(n) for n in nodes))
     return found
-
-
-def _size(value: torch.Tensor) -> int | None:
-    """Bytes of the memory a tensor covers, broadcast axes once; None if dynamic."""
-    pairs = list(zip(value.shape, value.stride(), strict=True))
-    if not all(isinstance(i, int) for pair in pairs for i in pair):
-        return None
-    return math.prod(size for size, stride in pairs if stride) * value.element_size()
 
 
 def _shapes(planned: SidePlan) -> dict[str, str]:

@@ -22,6 +22,7 @@ class Job:
     """One rule, one graph: what the rule may do, whom it asks, and where its findings go.
 
     report: the graph's; shared by the rules, which add to it with `finish`.
+    spoken_for: nodes of regions that an earlier rule has refused by name; shared by the rules, too.
     """
 
     rule: str
@@ -30,6 +31,7 @@ class Job:
     kernels: Kernels | None
     report: GraphReport
     pictures: Pictures | None = None
+    spoken_for: set[Node] = field(default_factory=set)
     _sites: list[tuple[float, Site]] = field(default_factory=list)
     _refusals: list[tuple[float, Refusal]] = field(default_factory=list)
 

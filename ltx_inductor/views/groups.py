@@ -19,7 +19,7 @@ _LAUNCH_BOUND = 10e6  # bytes
 # benchmarks/results/fna-h200.json and fna-exact-h200.json.
 NATTEN = 31.5e12
 SCHEDULES = {"fast": 240e12, "exact": 85e12}
-_NOUNS = {"rmsnorm_split_rope": "side", "neighborhood_attention": "call"}
+_NOUNS = {"rmsnorm_axial_rope": "axial side", "rmsnorm_split_rope": "side", "neighborhood_attention": "call"}
 
 
 @dataclass

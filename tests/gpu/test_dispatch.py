@@ -93,7 +93,9 @@ def test_opcheck(x: str, k: Side | None) -> None:
     args = make(case, 0)
     for a in args:
         if isinstance(a, Tensor):
-            a.requires_grad_(False).nan_to_num_(0.0, 1.0, -1.0)  # opcheck compares values, and a NaN equals nothing there
+            a.requires_grad_(False).nan_to_num_(
+                0.0, 1.0, -1.0
+            )  # opcheck compares values, and a NaN equals nothing there
     torch.library.opcheck(op(case), args)
 
 
