@@ -53,9 +53,12 @@ def _in_c() -> dict[str, tuple[int, int]]:
     return {op: (now[2 * i], now[2 * i + 1]) for i, op in enumerate(_C_OPS)}
 
 
-def called(op: str, how: str, tensors: Iterable[Any] = ()) -> None:
-    """One call of `op`, run by its "kernel", on purpose by its "reference", or so because the kernel "refused" it."""
-    moved = sum(bytes_of(t) for t in tensors if isinstance(t, Tensor))
+def called(op: str, how: str, tensors: Iterable[Any] = (), moved: int = 0) -> None:
+    """One call of `op`, run by its "kernel", on purpose by its "reference", or so because the kernel "refused" it.
+
+    tensors: that were read and written, or `moved`: their bytes.
+    """
+    moved += sum(bytes_of(t) for t in tensors if isinstance(t, Tensor))
     with _lock:
         counts = _state.ops[op]
         setattr(counts, how, getattr(counts, how) + 1)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build, driver
+from ltx_inductor.kernels import build, counts, driver
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 TOKEN_AXES, ROPE_AXES = 4, 3  # at most this many; as in csrc/rope_axial_params.h
 _THREADS = 128
+_OP = "rmsnorm_axial_rope"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FMA = {"fp32-rope": True, "fp32-rope-muladd": False}  # contracts: is the product with sin added by one fma?
 
@@ -72,15 +74,15 @@ class _Params(ctypes.Structure):
         ("sin", ctypes.c_void_p * ROPE_AXES),
         ("x_stride", ctypes.c_int64 * TOKEN_AXES),
         ("x_head", ctypes.c_int64),
-        ("table_stride", (ctypes.c_int64 * TOKEN_AXES) * ROPE_AXES),
-        ("table_pair", ctypes.c_int64 * ROPE_AXES),
+        ("table_stride", (ctypes.c_int32 * TOKEN_AXES) * ROPE_AXES),
         ("multiplier", ctypes.c_uint64 * TOKEN_AXES),
         ("shift", ctypes.c_uint32 * TOKEN_AXES),
         ("sizes", ctypes.c_uint32 * TOKEN_AXES),
         ("tokens", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
+        ("heads", ctypes.c_int32),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("scale_word", ctypes.c_uint32),
     )
 
 
@@ -117,13 +119,14 @@ def unsupported(
 
 
 _lock = threading.Lock()
-_functions: dict[tuple[int, Spec], int] = {}  # (device, spec)
+_functions: dict[tuple[int, Spec], tuple[int, int]] = {}  # (device, spec) -> the entries rope_axial, rope_axial_scaled
 _off: dict[tuple[int, Spec], str] = {}  # why it must not run
 
 
 def turn_off(device: int, spec: Spec, sentence: str) -> None:
     """From now on `prepare` and `launch` say no, in this process; `sentence` says why."""
     _off[device, spec] = sentence
+    _plans.clear()
 
 
 def turn_off_call(args: Sequence[Any], sentence: str) -> None:
@@ -153,10 +156,29 @@ def prepare(arch: tuple[int, int], spec: Spec, device: int) -> str | None:
             return None
         try:
             image = cubin(spec, build.arch_number(arch))
-            _functions[device, spec] = driver.load(image, "rope_axial", device, 0)
+            first, second = (driver.load(image, name, device, 0) for name in ("rope_axial", "rope_axial_scaled"))
+            _functions[device, spec] = first, second
         except (build.BuildError, build.MissingToolError, driver.DriverError, OSError) as error:
             return f"the kernel {spec.name} cannot be built or loaded: {error}"
     return None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from everything about a call but its addresses."""
+
+    function: int
+    params: _Params  # without addresses
+    blocks: int
+    moved: int  # bytes
+    declined: bool  # eps is so small that the kernel's division could show (mean_of in csrc/rope_math.cuh)
+    x_is_contiguous: bool
+    copies_x: bool  # rows of x cannot be read as vectors of 4 elements
+    copies_tables: bool
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_MAX_PLANS = 4096
 
 
 def launch(
@@ -167,57 +189,104 @@ def launch(
     eps: float,
     scale: float,
     contract: str,
+    check: Callable[[], Any] = lambda: None,
 ) -> Tensor | None:
-    """The op `rmsnorm_axial_rope` by its kernel: shapes as in `ltx_inductor.ops.axial_rope`, which has checked them.
+    """The op `rmsnorm_axial_rope` by its kernel: shapes as in `ltx_inductor.ops.axial_rope`.
 
-    None where eager sums in another order (contiguous x or weight off a multiple of 8 bytes, which torch's vectorised
-    norm does not take), or where eps is so small that the kernel's division could show (rope_math.cuh): the caller
-    then runs eager. Raises KernelNotReadyError if `prepare` has not been called, or the kernel was turned off.
+    check: looks at the arguments, and raises; called for every new combination of shapes and strides. None where eager
+    sums in another order (contiguous x or weight off a multiple of 8 bytes, which torch's vectorised norm does not
+    take), or where the kernel cannot be exact (_Plan.declined): the caller then runs eager. Raises KernelNotReadyError
+    if `prepare` has not been called, or the kernel was turned off.
     """
-    spec = _spec(x, cos, contract)
-    if (x.device.index, spec) in _off:
-        raise KernelNotReadyError(_off[x.device.index, spec])
-    function = _functions.get((x.device.index, spec))
-    if function is None or cos[0].dtype != torch.float32:
-        raise KernelNotReadyError(f"the kernel {spec.name} is not ready on {x.device} for tables in {cos[0].dtype}")
-    if x.is_contiguous() and x.data_ptr() % 8:
+    tables = (*cos, *sin)
+    key = (x.shape, x.stride(), x.dtype, x.device.index, weight is None, eps, scale, contract, tables[0].dtype)
+    key = (*key, *(t.shape for t in tables), *(t.stride() for t in tables))
+    plan = _plans.get(key)
+    if plan is None:
+        check()
+        plan = _planned(x, weight, cos, sin, eps, scale, contract)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    x_at = x.data_ptr()
+    if plan.declined or (plan.x_is_contiguous and x_at % 8):
         return None
     if weight is not None:
-        if weight.is_contiguous() and weight.data_ptr() % 8:
+        if not weight.is_contiguous():
+            weight = weight.contiguous()  # as eager does; a copy is aligned
+        elif weight.data_ptr() % 8:
             return None
-        weight = weight.contiguous()  # as eager does; a copy is aligned
-    if not eps >= 1e-30 and spec.head_dim & (spec.head_dim - 1):
-        return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tokens = x[..., 0, 0].numel()
     if out.numel() == 0:
         return out
-    if tokens >= 1 << 31:
-        raise ValueError(f"x of shape {list(x.shape)}: expected fewer than 2^31 tokens in a call; split the batch")
-    if not _vectors(x):
-        x = x.clone(memory_format=torch.contiguous_format)
-    params = _Params(x.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr())
-    missing = TOKEN_AXES - (x.dim() - 2)
-    params.sizes[:] = (1,) * missing + tuple(x.shape[:-2])
-    params.x_stride[:] = (0,) * missing + x.stride()[:-2]
-    for i, size in enumerate(params.sizes):
-        params.multiplier[i], params.shift[i] = _division(size)
-    params.x_head, params.tokens, params.heads, params.eps, params.scale = x.stride(-2), tokens, x.shape[-2], eps, scale
-    for axis, (c, s) in enumerate(zip(cos, sin, strict=True)):
-        if c.stride() != s.stride():
-            c, s = c.contiguous(), s.contiguous()
-        params.cos[axis], params.sin[axis], params.table_pair[axis] = c.data_ptr(), s.data_ptr(), c.stride(-1)
-        steps = (0 if n == 1 else step for n, step in zip(c.shape[:-2], c.stride()[:-2], strict=True))
-        params.table_stride[axis][:] = ((0,) * missing) + tuple(steps)
-    blocks = -(-tokens // (_THREADS // _group(spec.head_dim)))
-    driver.launch(function, blocks, _THREADS, 0, x.device.index, [params])
+    if plan.copies_x or x_at % 8:
+        return launch(x.clone(memory_format=torch.contiguous_format), weight, cos, sin, eps, scale, contract)
+    addresses = [t.data_ptr() for t in tables]
+    if plan.copies_tables or any(at % 8 for at in addresses):
+        cos, sin = ([t.clone(memory_format=torch.contiguous_format) for t in some] for some in (cos, sin))
+        return launch(x, weight, cos, sin, eps, scale, contract)
+    params = _Params.from_buffer_copy(plan.params)
+    params.x, params.out, params.weight = x_at, out.data_ptr(), None if weight is None else weight.data_ptr()
+    params.cos[: len(cos)], params.sin[: len(sin)] = addresses[: len(cos)], addresses[len(cos) :]
+    driver.launch(plan.function, plan.blocks, _THREADS, 0, x.device.index, [params])
+    counts.called(_OP, "kernel", moved=plan.moved)
     return out
 
 
-def _vectors(x: Tensor) -> bool:
-    """Can every row be read as vectors of 4 elements?"""
-    steps = [step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and all(step % 4 == 0 for step in steps)
+def _planned(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    eps: float,
+    scale: float,
+    contract: str,
+) -> _Plan:
+    spec = _spec(x, cos, contract)
+    if (x.device.index, spec) in _off:
+        raise KernelNotReadyError(_off[x.device.index, spec])
+    functions = _functions.get((x.device.index, spec))
+    if functions is None or cos[0].dtype != torch.float32:
+        raise KernelNotReadyError(f"the kernel {spec.name} is not ready on {x.device} for tables in {cos[0].dtype}")
+    tokens, missing = math.prod(x.shape[:-2]), TOKEN_AXES - (x.dim() - 2)
+    if tokens >= 1 << 31:
+        raise ValueError(f"x of shape {list(x.shape)}: expected fewer than 2^31 tokens in a call; split the batch")
+    params = _Params(tokens=tokens, heads=x.shape[-2], x_head=x.stride(-2), eps=eps, scale=scale)
+    params.sizes[:] = (1,) * missing + tuple(x.shape[:-2])
+    params.x_stride[:] = (0,) * missing + x.stride()[:-2]
+    for i, size in enumerate(params.sizes):
+        params.multiplier[i], params.shift[i] = _division(max(size, 1))
+    word = _word(scale, x.dtype)
+    params.scale_word = word or 0
+    for axis, c in enumerate(cos):
+        params.table_stride[axis][:] = (0,) * missing + _steps(c)
+    tables = (*cos, *sin)
+    bytes_of = (counts.bytes_of(t) for t in (x, *tables, *(() if weight is None else (weight,))))
+    return _Plan(
+        function=functions[word is None],
+        params=params,
+        blocks=-(-tokens // (_THREADS // _group(spec.head_dim))),
+        moved=x.numel() * x.element_size() + sum(bytes_of),
+        declined=not eps >= 1e-30 and bool(spec.head_dim & (spec.head_dim - 1)),
+        x_is_contiguous=x.is_contiguous(),
+        copies_x=x.stride(-1) != 1 or any(step % 4 for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1),
+        copies_tables=any(_steps(c) != _steps(s) for c, s in zip(cos, sin, strict=True))
+        or any(t.stride(-1) != 1 or any(step % 2 or step >= 1 << 31 for step in _steps(t)) for t in tables),
+    )
+
+
+def _steps(table: Tensor) -> tuple[int, ...]:
+    """Elements from one token to the next, along every token axis."""
+    return tuple(0 if n == 1 else step for n, step in zip(table.shape[:-2], table.stride(), strict=False))
+
+
+def _word(scale: float, dtype: torch.dtype) -> int | None:
+    """scale twice, as numbers of that 16-bit dtype; None if it is none of them."""
+    narrow = torch.tensor(scale, dtype=dtype, device="cpu")
+    if float(narrow) != scale:
+        return None
+    bits = int(narrow.view(torch.int16)) & 0xFFFF
+    return bits << 16 | bits
 
 
 def _group(head_dim: int) -> int:

@@ -150,16 +150,14 @@ def _run(
         return reference(*args)
     from ltx_inductor.kernels import rope_axial  # late: `import ltx_inductor` is to be light
 
-    _checked(x, weight, cos, sin, contract)
     try:
-        out = rope_axial.launch(*args)
+        out = rope_axial.launch(*args, check=lambda: _checked(x, weight, cos, sin, contract))
     except KernelNotReadyError as missing:
         _without_kernel(str(missing))
         out = None
     if out is None:
         counts.called(NAME, "refused")
         return reference(*args)
-    counts.called(NAME, "kernel", (x, weight, *cos, *sin, out))
     return verified.compared(NAME, out, reference, args, rope_axial.turn_off_call) if verify else out
 
 

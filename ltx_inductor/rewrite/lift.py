@@ -213,7 +213,11 @@ class Lifter:
         if not isinstance(value, torch.Tensor):
             raise Refuse(f"{n.name} computes with the symbolic number {a.name}")
         if value.dim() == 0 and value.dtype != out.dtype:
-            raise Refuse(f"{n.name} computes with the 0-d tensor {a.name} of another dtype")
+            raise Refuse(
+                f"{n.name} computes with the 0-d tensor {a.name} of another dtype",
+                hint="dynamic=True makes an input of every number of the model: mark the axes that change instead, "
+                "with torch._dynamo.mark_dynamic",
+            )
         trailing = co[len(co) - value.dim() :]
         sizes = self.sizes.shape(a)
         return self.lift(a, tuple(() if s == ONE else d for s, d in zip(sizes, trailing, strict=True)))
