@@ -7,12 +7,13 @@
 // tables that vary along one token axis, or any other.
 //
 // group   G lanes hold one head as in rope_per_head.cuh, whose sum they share: lane l < D / 8 has vectors l and l + D / 8.
-//         A group does all heads of a token, four at a time, so that addresses are found and tables read once a token
+//         A group does all heads of a token, HEADS at a time, so that addresses are found and tables read once a token
 // grid    one group per token, 128 threads a CTA
 // bytes   x and out move once; the tables stay in L1
 #include "rope_per_head.cuh"
 #include "rope_axial_params.h"
 
+constexpr int HEADS = 2;  // four, or fewer CTAs an SM, are slower (benchmarks/NOTES.md)
 constexpr bool kEvenAxes = LTX_PAIRS_0 % 2 == 0 && LTX_PAIRS_1 % 2 == 0 && LTX_PAIRS_2 % 2 == 0;
 static_assert(2 * (LTX_PAIRS_0 + LTX_PAIRS_1 + LTX_PAIRS_2) == D, "the axes share the head");
 static_assert(kTableF32 && !kOutF32 && kRounding == ROPE && kPerHead, "fp32 tables, a rotation in fp32, a 16-bit result");
@@ -68,12 +69,12 @@ struct Token {
   u32 w0[2], w1[2];
 };
 
-template <int HEADS, bool kScaleIs16Bit, bool kFirst>
+template <int COUNT, bool kScaleIs16Bit, bool kFirst>
 __device__ __forceinline__ void heads_of(const LtxRopeAxialParams& p, Token& t, const int (&at)[LTX_ROPE_AXES], int lane) {
-  u32 x0[HEADS][2] = {}, x1[HEADS][2] = {};
+  u32 x0[COUNT][2] = {}, x1[COUNT][2] = {};
   if (t.reads) {
 #pragma unroll
-    for (int u = 0; u < HEADS; ++u) {
+    for (int u = 0; u < COUNT; ++u) {
       load_streamed(x0[u], t.x + u * p.x_head);
       load_streamed(x1[u], t.x + u * p.x_head + D / 2);
     }
@@ -87,7 +88,7 @@ __device__ __forceinline__ void heads_of(const LtxRopeAxialParams& p, Token& t, 
   }
   end_of_loads((int)p.tokens);
 #pragma unroll
-  for (int u = 0; u < HEADS; ++u) {
+  for (int u = 0; u < COUNT; ++u) {
     const float rstd = rstd_of(head_sum(square_sum(0.f, x0[u]), square_sum(0.f, x1[u]), lane), p.eps);
     u32 y0[2], y1[2];
 #pragma unroll
@@ -99,7 +100,7 @@ __device__ __forceinline__ void heads_of(const LtxRopeAxialParams& p, Token& t, 
     store_streamed(t.out + u * D, y0);
     store_streamed(t.out + u * D + D / 2, y1);
   }
-  t.x += HEADS * p.x_head, t.out += HEADS * D;
+  t.x += COUNT * p.x_head, t.out += COUNT * D;
 }
 
 template <bool kScaleIs16Bit>
@@ -124,17 +125,17 @@ __device__ __forceinline__ void rope_axial(const LtxRopeAxialParams& p) {
   t.reads = HALF_VECS == GROUP || lane < HALF_VECS;
   t.stores = t.reads && wanted == token;
   t.w0[0] = t.w0[1] = t.w1[0] = t.w1[1] = ONES;
-  int h = p.heads >= 4 ? 4 : 1;
-  if (h == 4) heads_of<4, kScaleIs16Bit, true>(p, t, at, lane);
+  int h = p.heads >= HEADS ? HEADS : 1;
+  if (h == HEADS) heads_of<HEADS, kScaleIs16Bit, true>(p, t, at, lane);
   else heads_of<1, kScaleIs16Bit, true>(p, t, at, lane);
 #pragma unroll 1
-  for (; h + 4 <= p.heads; h += 4) heads_of<4, kScaleIs16Bit, false>(p, t, at, lane);
+  for (; h + HEADS <= p.heads; h += HEADS) heads_of<HEADS, kScaleIs16Bit, false>(p, t, at, lane);
 #pragma unroll 1
   for (; h < p.heads; ++h) heads_of<1, kScaleIs16Bit, false>(p, t, at, lane);
 }
 
 // rope_axial: scale is a number of the 16-bit type, such as 1 and 64 ** -0.5; rope_axial_scaled: any other.
 #define LTX_ENTRY(name, scale) \
-  extern "C" __global__ void __launch_bounds__(128) name(const __grid_constant__ LtxRopeAxialParams p) { rope_axial<scale>(p); }
+  extern "C" __global__ void __launch_bounds__(128, 10) name(const __grid_constant__ LtxRopeAxialParams p) { rope_axial<scale>(p); }
 LTX_ENTRY(rope_axial, true)
 LTX_ENTRY(rope_axial_scaled, false)

@@ -171,10 +171,11 @@ class _Plan:
     params: _Params  # without addresses
     blocks: int
     moved: int  # bytes
-    declined: bool  # eps is so small that the kernel's division could show (mean_of in csrc/rope_math.cuh)
+    declined: bool  # tables of 8 GiB, or eps so small that the kernel's division could show (csrc/rope_math.cuh)
     x_is_contiguous: bool
     copies_x: bool  # rows of x cannot be read as vectors of 4 elements
     copies_tables: bool
+    tables_in_pairs: bool  # two pairs of a table are read at once
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -222,8 +223,9 @@ def launch(
     if plan.copies_x or x_at % 8:
         return launch(x.clone(memory_format=torch.contiguous_format), weight, cos, sin, eps, scale, contract)
     addresses = [t.data_ptr() for t in tables]
-    if plan.copies_tables or any(at % 8 for at in addresses):
-        cos, sin = ([t.clone(memory_format=torch.contiguous_format) for t in some] for some in (cos, sin))
+    if plan.copies_tables or (plan.tables_in_pairs and any(at % 8 for at in addresses)):
+        both = [torch.broadcast_tensors(c, s) for c, s in zip(cos, sin, strict=True)]
+        cos, sin = ([t.clone(memory_format=torch.contiguous_format) for t in some] for some in zip(*both, strict=True))
         return launch(x, weight, cos, sin, eps, scale, contract)
     params = _Params.from_buffer_copy(plan.params)
     params.x, params.out, params.weight = x_at, out.data_ptr(), None if weight is None else weight.data_ptr()
@@ -260,18 +262,20 @@ def _planned(
     params.scale_word = word or 0
     for axis, c in enumerate(cos):
         params.table_stride[axis][:] = (0,) * missing + _steps(c)
-    tables = (*cos, *sin)
+    tables, in_pairs = (*cos, *sin), not any(n % 2 for n in spec.pairs)
     bytes_of = (counts.bytes_of(t) for t in (x, *tables, *(() if weight is None else (weight,))))
     return _Plan(
         function=functions[word is None],
         params=params,
         blocks=-(-tokens // (_THREADS // _group(spec.head_dim))),
         moved=x.numel() * x.element_size() + sum(bytes_of),
-        declined=not eps >= 1e-30 and bool(spec.head_dim & (spec.head_dim - 1)),
+        declined=(not eps >= 1e-30 and bool(spec.head_dim & (spec.head_dim - 1)))
+        or any(n * step >= 1 << 31 for t in tables for n, step in zip(t.shape, t.stride(), strict=True) if n > 1),
         x_is_contiguous=x.is_contiguous(),
         copies_x=x.stride(-1) != 1 or any(step % 4 for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1),
         copies_tables=any(_steps(c) != _steps(s) for c, s in zip(cos, sin, strict=True))
-        or any(t.stride(-1) != 1 or any(step % 2 or step >= 1 << 31 for step in _steps(t)) for t in tables),
+        or any(t.stride(-1) != 1 or any(step % (1 + in_pairs) for step in _steps(t)) for t in tables),
+        tables_in_pairs=in_pairs,
     )
 
 
