@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def scattered(t: Tensor, rng: random.Random) -> Tensor:
     """The values of `t` in another memory layout: axes in any order, gaps, an offset; sometimes a broadcast axis."""
     order = rng.sample(range(t.dim()), t.dim())
     sizes = [t.size(a) * rng.choice([1, 1, 2]) + rng.choice([0, 0, 3]) for a in order]
-    base = torch.full((rng.choice([0, 1, 5]) + _product(sizes),), torch.nan, dtype=t.dtype)
+    base = torch.full((rng.choice([0, 1, 5]) + _product(sizes),), torch.nan, dtype=t.dtype, device=t.device)
     view = base[len(base) - _product(sizes) :].view(sizes)
     for axis, a in enumerate(order):
         step = view.size(axis) // t.size(a) if t.size(a) else 1
@@ -45,9 +46,9 @@ def _product(sizes: list[int]) -> int:
     return total
 
 
-def rope_arguments(rng: random.Random) -> tuple[Any, ...]:
-    """Dense ones, of `rmsnorm_split_rope`."""
-    batch, seq, heads, dim = rng.choice([1, 2]), rng.choice([1, 2, 5]), rng.choice([1, 3]), rng.choice([4, 8])
+def rope_arguments(rng: random.Random, dims: Sequence[int] = (4, 8)) -> tuple[Any, ...]:
+    """Dense ones, of `rmsnorm_split_rope`; dims: of a head."""
+    batch, seq, heads, dim = rng.choice([1, 2]), rng.choice([1, 2, 5]), rng.choice([1, 3]), rng.choice(dims)
     contract, layout = rng.choice(list(CONTRACTS)), rng.choice(["bshd", "bhsd"])
     table = BF16 if lookup(contract).narrow_product else rng.choice([BF16, torch.float32])
     shape = (batch, seq, heads, dim) if rng.random() < 0.5 else (batch, seq, heads * dim)
@@ -56,8 +57,8 @@ def rope_arguments(rng: random.Random) -> tuple[Any, ...]:
     return x, rng.choice([weight, None]), cos, sin, 1e-6, heads, contract, layout
 
 
-def pair_arguments(rng: random.Random) -> tuple[Any, ...]:
-    q, w, cos, sin, eps, heads, contract, layout = rope_arguments(rng)
+def pair_arguments(rng: random.Random, dims: Sequence[int] = (4, 8)) -> tuple[Any, ...]:
+    q, w, cos, sin, eps, heads, contract, layout = rope_arguments(rng, dims)
     k = q.flip(1).clone()
     own = rng.choice([(None, None), (cos.clone(), sin.clone())])
     return q, k, w, None, cos, sin, *own, eps, 1e-5, heads, heads, contract, layout
@@ -78,18 +79,28 @@ ARGUMENTS = {
 }
 
 
-def draws(name: str, count: int) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """(dense arguments, the same values scattered)"""
+def draws(
+    name: str, count: int, make: Callable[[random.Random], tuple[Any, ...]] | None = None, device: str = "cpu"
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """(dense arguments, the same values scattered); `make`: other ones than ARGUMENTS has for the op."""
     rng, found = random.Random(name), []
     torch.manual_seed(0)
     for _ in range(count):
-        dense = ARGUMENTS[name](rng)
+        drawn = (make or ARGUMENTS[name])(rng)
+        dense = tuple(a.to(device) if isinstance(a, Tensor) else a for a in drawn)
         found.append((dense, tuple(scattered(a, rng) if isinstance(a, Tensor) else a for a in dense)))
     return found
 
 
-def _tuple(out: Any) -> tuple[Tensor, ...]:
+def as_tuple(out: Any) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
+
+
+def check_fakes(op: Any, args: tuple[Any, ...], real: tuple[Tensor, ...]) -> None:
+    with FakeTensorMode() as mode:
+        fake = as_tuple(op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)))
+    for f, r in zip(fake, real, strict=True):
+        assert (f.shape, f.stride(), f.dtype, f.device) == (r.shape, r.stride(), r.dtype, r.device)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -97,13 +108,10 @@ def test_the_fake_has_the_strides_of_the_real_result(name: str) -> None:
     op, layouts = getattr(OPS, name).default, set()
     for dense, args in draws(name, LAYOUTS):
         layouts.add(tuple(a.stride() for a in args if isinstance(a, Tensor)))
-        real = _tuple(op(*args))
-        with FakeTensorMode() as mode:
-            fake = _tuple(op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)))
-        for f, r in zip(fake, real, strict=True):
-            assert (f.shape, f.stride(), f.dtype) == (r.shape, r.stride(), r.dtype)
+        real = as_tuple(op(*args))
+        check_fakes(op, args, real)
         # not as integers: fp32 loops of the CPU round differently for different strides, in eager too
-        torch.testing.assert_close(real, _tuple(op(*dense)), rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(real, as_tuple(op(*dense)), rtol=2e-2, atol=1e-2)
     assert len(layouts) > LAYOUTS * 0.8
 
 

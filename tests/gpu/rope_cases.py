@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -90,8 +91,13 @@ def contracts() -> list[tuple[str, torch.dtype]]:
 
 def prepare(cases: list[Case], threads: int = 16) -> None:
     """Builds what the cases need, in parallel."""
+    prepare_specs({s for c in cases for s in c.specs()}, threads)
+
+
+def prepare_specs(wanted: Iterable[rope.Spec], threads: int = 16) -> None:
+    """Builds configurations, in parallel."""
     arch = torch.cuda.get_device_capability()
-    specs = sorted({s for c in cases for s in c.specs()}, key=lambda s: s.name)
+    specs = sorted(set(wanted), key=lambda s: s.name)
 
     def one(s: rope.Spec) -> str | None:
         return rope.prepare(
