@@ -57,19 +57,19 @@ def draw(grid: Triple, heads: int = 2, batch: int = 1, kind: str = "normed", see
     return tuple(made)
 
 
-def prepare(window: Triple) -> None:
+def prepare(window: Triple, exact: bool = False) -> None:
     """Makes the kernel ready on the current device; fails the test with the reason if it cannot be."""
     device = torch.cuda.current_device()
     arch = torch.cuda.get_device_capability(device)
-    missing = fna.prepare(arch, dtype=torch.bfloat16, head_dim=64, kernel_size=window, device=device)
+    missing = fna.prepare(arch, dtype=torch.bfloat16, head_dim=64, kernel_size=window, exact=exact, device=device)
     assert missing is None, missing
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, window: Triple, scale: float = 1.0) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, window: Triple, scale: float = 1.0, exact: bool = False) -> Tensor:
     """The kernel's result, into memory that held NaN before."""
     poison = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
     del poison
-    return fna.launch(q, k, v, window, scale)
+    return fna.launch(q, k, v, window, scale, exact)
 
 
 def error(got: Tensor, want: Tensor) -> float:

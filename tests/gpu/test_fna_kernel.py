@@ -163,3 +163,24 @@ def test_every_split_of_t_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
     for tiles in range(1, 11):
         monkeypatch.setattr(fna, "tiles_per_item", lambda *_, n=tiles: n)
         assert torch.equal(run(q, k, v, ELEVEN), want), tiles
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_more_than_2_31_elements(exact: bool) -> None:
+    """The ends of T against grids that are cut off there: on whole tiles, so that all bits have to agree."""
+    if exact:
+        pytest.importorskip("tilelang")
+    length, part = 1372, 40
+    torch.cuda.empty_cache()
+    prepare(ELEVEN, exact)
+    q, k, v = draw((length, 64, 96), heads=4)
+    assert q.numel() > 1 << 31
+    got = run(q, k, v, ELEVEN, exact=exact)
+    for cut, inner in ((slice(0, part), slice(0, -12)), (slice(length - part, None), slice(8, None))):
+        tensors = [t[:, cut].clone() for t in (q, k, v)]  # inner: queries with the same windows there
+        want = run(*tensors, ELEVEN, exact=exact)
+        assert not want.isnan().any()
+        assert torch.equal(got[:, cut][:, inner].view(torch.int16), want[:, inner].view(torch.int16))
+    corner, last = ((slice(None), *(slice(-n, None),) * 3) for n in (16, 6))  # its windows lie in the corner
+    want = expected(*(t[corner] for t in (q, k, v)), ELEVEN, 1.0)
+    assert error(got[last], want[last]) < TOLERANCE
