@@ -1,10 +1,10 @@
 """The ways people compile. Graphs go through Dynamo, AOTAutograd and our pass, and then run as they are: no code is
-generated, so that what is looked at is the rewrite in each of them. tests/gpu/test_compile_modes.py has the rest.
+generated, so that what is looked at is the rewrite in each of them. tests/gpu has the rest: test_compile_modes.py and
+test_model_modes.py.
 """
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,48 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.virtualized import V
 from torch.utils.checkpoint import checkpoint
 
 import ltx_inductor
 from ltx_inductor.config import Config
-from ltx_inductor.joint_pass import LtxPass, with_ours
+from ltx_inductor.joint_pass import LtxPass
 
 from .harness import ADDCMUL_KEPT, bit_difference, trace
 from .models import pieces as p
-from .models.sides import B, D, H, S, bf16, rope, table, weight, x
+from .models.sides import B, D, H, Pair, S, bf16, rope, table, weight, x
+from .modes import Attention, LoraLinear, gradients, with_us, without_us
 
 RULE = "rmsnorm_split_rope"
 needs_fma = pytest.mark.skipif(not ADDCMUL_KEPT, reason="the graph's own mul and add round where eager's fma does not")
-
-
-def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
-    def run(args: list[Any]) -> Any:
-        return gm(*args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+_compiles: list[int] = []
 
 
 def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-    """Inductor with our pass, up to the graph; with the caches off."""
-    hook = with_ours(None, LtxPass(Config(cpu=True)))
-    with (
-        inductor_config.patch(joint_custom_pre_pass=hook, fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-        ltx_inductor.session.backend_call(gm, example_inputs, None),
-    ):
-        _compiles.append(1)
-        return compile_fx(gm, example_inputs, inner_compile=_as_it_is)
-
-
-without_us = functools.partial(compile_fx, inner_compile=_as_it_is)
-_compiles: list[int] = []
+    _compiles.append(1)
+    return with_us(gm, example_inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -69,19 +48,12 @@ def compiled(module: Any, **kw: Any) -> Any:
     return torch.compile(module, backend=backend, **kw)
 
 
-class Attention(nn.Module):
-    """q and k of one x behind a projection, each normalised and rotated; mask: which tokens keep the value they had."""
+def projection(width: int) -> nn.Module:
+    return nn.Linear(width, width, dtype=torch.bfloat16)
 
-    def __init__(self, linear: Callable[[], nn.Module] | None = None) -> None:
-        super().__init__()
-        self.to_q, self.to_k = (linear() if linear else nn.Linear(H * D, H * D, dtype=torch.bfloat16) for _ in "qk")
-        self.wq, self.wk = weight(H * D), weight(H * D)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k = rope(self.to_q(x), self.wq, cos, sin, H), rope(self.to_k(x), self.wk, cos, sin, H)
-        q, k = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in (q, k))
-        out = F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
-        return out if mask is None else out * mask + x * (1 - mask)
+def attention(linear: Callable[[int], nn.Module] = projection) -> nn.Module:
+    return Attention(lambda: linear(H * D), Pair(), H)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -90,15 +62,15 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def test_regional_compile_of_48_blocks_is_one_compile() -> None:
-    blocks = nn.ModuleList(Attention() for _ in range(48)).eval()
+    blocks = nn.ModuleList(attention() for _ in range(48)).eval()
     args = inputs()
     want = args[0]
     for b in blocks:
-        want = b(want, *args[1:])
+        want = b(want, *args[1:])[0]
         b.compile(backend=backend)
     got = args[0]
     for b in blocks:
-        got = b(got, *args[1:])
+        got = b(got, *args[1:])[0]
     assert len(_compiles) == 1
     ltx_inductor.last_report().expect(**{RULE: 2})
     assert bit_difference(got, want) is None or not ADDCMUL_KEPT
@@ -141,7 +113,7 @@ def test_blocks_of_ltx_core_compiled_one_by_one() -> None:
 @torch.no_grad()
 @needs_fma
 def test_a_perturbation_mask_recompiles_and_is_rewritten_again() -> None:
-    module, args = Attention().eval(), inputs()
+    module, args = attention().eval(), inputs()
     model, mask = compiled(module), torch.rand(B, S, 1).round().bfloat16()
     assert bit_difference(model(*args), module(*args)) is None
     assert bit_difference(model(*args, mask), module(*args, mask)) is None
@@ -152,33 +124,14 @@ def test_a_perturbation_mask_recompiles_and_is_rewritten_again() -> None:
     assert not report.refusals
 
 
-class LoraLinear(nn.Linear):
-    """As PEFT writes it: base(x) + B(A(x)) * scale. `fuse` adds the product to the weight and leaves A and B out."""
-
-    def __init__(self, rank: int = 2) -> None:
-        super().__init__(H * D, H * D, dtype=torch.bfloat16)
-        self.a = nn.Linear(H * D, rank, bias=False, dtype=torch.bfloat16)
-        self.b = nn.Linear(rank, H * D, bias=False, dtype=torch.bfloat16)
-        self.scale, self.fused = 0.5, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out if self.fused else out + self.b(self.a(x)) * self.scale
-
-    def fuse(self) -> None:
-        self.weight += (self.b.weight @ self.a.weight) * self.scale
-        self.fused = True
-
-
 @torch.no_grad()
 @needs_fma
 def test_lora_in_front_of_the_norm_swapped_hot_and_fused() -> None:
-    module, args = Attention(LoraLinear).eval(), inputs()
+    module, args = attention(LoraLinear).eval(), inputs()
     model = compiled(module)
     assert bit_difference(model(*args), module(*args)) is None
     for layer in (module.to_q, module.to_k):
-        layer.a.weight.normal_()
-        layer.b.weight.normal_()
+        layer.swap()
     assert bit_difference(model(*args), module(*args)) is None
     assert len(_compiles) == 1
     module.to_q.fuse()
@@ -221,7 +174,7 @@ def test_an_fp8_linear_in_front_of_the_norm() -> None:
 
 @needs_fma
 def test_inference_mode() -> None:
-    module, args = Attention().eval(), inputs()
+    module, args = attention().eval(), inputs()
     with torch.inference_mode():
         got = compiled(module)(*args)
         assert bit_difference(got, module(*args)) is None
@@ -248,29 +201,18 @@ def test_autocast_on_and_off() -> None:
     assert "bf16-chain" in {s.contract for s in report.sites}
 
 
-def gradients(which: Any, wrapped: Callable[..., Tensor], module: nn.Module) -> list[Tensor | None]:
-    torch._dynamo.reset()
-    torch.manual_seed(1)
-    args = inputs()
-    args[0].requires_grad_()
-    torch.compile(wrapped, backend=which)(*args).float().square().sum().backward()
-    found = [args[0].grad, *(parameter.grad for parameter in module.parameters())]
-    module.zero_grad()
-    return found
-
-
 def test_activation_checkpointing_trains_as_without_us() -> None:
-    module = Attention()
+    module, args = attention(), inputs()
 
-    def wrapped(*args: Tensor) -> Tensor:
+    def wrapped(*args: Tensor) -> Any:
         return checkpoint(module, *args, use_reentrant=False)
 
-    ours = gradients(backend, wrapped, module)
+    ours = gradients(backend, wrapped, module, args)
     report = ltx_inductor.last_report()
     assert report.count() == 0
     assert report.refusals
     assert all("training graph" in r.reason for r in report.refusals)
-    assert bit_difference(ours, gradients(without_us, wrapped, module)) is None
+    assert bit_difference(ours, gradients(without_us, wrapped, module, args)) is None
 
 
 @torch.no_grad()
@@ -281,7 +223,7 @@ def test_a_module_wrapped_for_distributed_training(tmp_path: Path) -> None:
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        module, args = Attention().eval(), inputs()
+        module, args = attention().eval(), inputs()
         model = compiled(nn.parallel.DistributedDataParallel(module))
         got = model(*args)
         ltx_inductor.last_report().expect(**{RULE: 2})
@@ -293,7 +235,7 @@ def test_a_module_wrapped_for_distributed_training(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_aot_inductor_is_refused_by_name() -> None:
     """A package runs where nobody has imported us. (Compiling one takes a minute; this is what its pass sees.)"""
-    (traced,) = trace(Attention().eval(), inputs())
+    (traced,) = trace(attention().eval(), inputs())
     delivered: list[Any] = []
     with V.set_aot_compilation(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ltx_inductor.session, "deliver", lambda report, needs: delivered.append(report))
@@ -306,7 +248,7 @@ def test_aot_inductor_is_refused_by_name() -> None:
 
 @torch.no_grad()
 def test_a_report_can_be_pickled() -> None:
-    compiled(Attention().eval())(*inputs())
+    compiled(attention().eval())(*inputs())
     report = ltx_inductor.last_report()
     again = pickle.loads(pickle.dumps(report))
     assert again.to_dict() == report.to_dict()

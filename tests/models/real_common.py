@@ -1,6 +1,7 @@
 """What the real models share: sizes, random bf16 weights, and the flat call that a Case needs.
 
-2 heads of 32 (video) and 16 (audio), B = 2. The wrappers only turn flat tensors into the calls the packages want.
+2 heads of 64 (video) and 32 (audio), which the kernels take, and B = 2. The wrappers only turn flat tensors into the
+calls the packages want.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .case import Case
 
 BF16, FP32 = torch.bfloat16, torch.float32
 B, S, A, T = 2, 24, 10, 7  # batch, video tokens (2 x 3 x 4), audio tokens, text tokens
-HEADS, VIDEO, AUDIO = 2, 32, 16
+HEADS, VIDEO, AUDIO = 2, 64, 32
 V_DIM, A_DIM = HEADS * VIDEO, HEADS * AUDIO
 
 
