@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,11 @@ def gradients(which: Any, wrapped: Callable[..., Any], module: nn.Module, args: 
     module.zero_grad()
     assert all(g is not None for g in found)
     return found  # type: ignore[return-value]
+
+
+def unnumbered(code: list[str]) -> list[str]:
+    """Generated code without what numbers the compiles of a process."""
+    return [re.sub(r"# (AOT ID|kernel path): .*", "", c) for c in code]
 
 
 def as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:

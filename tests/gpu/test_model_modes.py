@@ -8,7 +8,6 @@ where the model is not ours, every launch is watched.
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ltx_inductor.kernels import gate
 from ltx_inductor.ops import rope_direct
 from ltx_inductor.ops.rope import reference, reference_pair
 
-from ..modes import Attention, LoraLinear, gradients, with_us, without_us
+from ..modes import Attention, LoraLinear, gradients, unnumbered, with_us, without_us
 from .fna_cases import error
 from .test_end_to_end import BF16, HEADS, Rotate, compiled, inputs, same_bits
 
@@ -88,11 +87,6 @@ def test_autocast_on_and_off() -> None:
     ltx_inductor.last_report().expect(**{RULE: 4})
 
 
-def as_text(code: list[str]) -> list[str]:
-    """Without what numbers the compiles of a process."""
-    return [re.sub(r"# (AOT ID|kernel path): .*", "", c) for c in code]
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_training_is_as_without_us(checkpointed: bool) -> None:
     """The same generated code, gradients that are close to eager's; and the graphs as they are: the same bits."""
@@ -109,7 +103,7 @@ def test_training_is_as_without_us(checkpointed: bool) -> None:
     with inductor_config.patch(force_disable_caches=True):
         for backend in ("ltx", "inductor"):
             grads, code = run_and_get_code(grads_of, backend)
-            codes.append(as_text(code))
+            codes.append(unnumbered(code))
             if backend == "ltx":
                 ours, report = grads, ltx_inductor.last_report()
     assert report.count() == 0
