@@ -56,14 +56,22 @@ def save(key: str, kept: Kept) -> None:
     """Publishes what is to be kept under `key`."""
     data = {"format": _FORMAT, **asdict(kept)}
     try:
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-        with os.fdopen(handle, "w") as f:
-            json.dump(data, f)
-        os.replace(temporary, path)
+        _publish(_path(key), json.dumps(data))
     except OSError as error:
         log.warning("the report of this compile could not be kept for later cache hits: %s", error)
+
+
+def _publish(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "w") as f:
+            f.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a shared cache is read by others
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def load(key: str, frames: Sequence[str]) -> Kept | None:

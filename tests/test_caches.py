@@ -7,21 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
 import ltx_inductor
-from ltx_inductor import cache_id, kernel_needs, kernels, report_store
+from ltx_inductor import kernel_needs
 from ltx_inductor.config import Config
 from ltx_inductor.joint_pass import LtxPass, PassChain
-from ltx_inductor.rewrite.drawn import Drawing, DrawnNode
 from ltx_inductor.rewrite.needs import KernelNeed
-from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
 from tests import stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -121,61 +117,6 @@ def test_fx_graph_cache_alone_runs_the_pass(answers):
     assert a["report"]["counts"] == {stand_in.RULE: 1}
 
 
-def test_the_id_covers_options():
-    ids = {cache_id.cache_id(c) for c in (Config(), Config(cpu=True), Config(strict=True), Config(rules=()))}
-    assert len(ids) == 4
-    assert LtxPass(Config(dump="somewhere")).uuid() is None
-
-
-def test_the_id_covers_versions_and_schemas(monkeypatch):
-    before = cache_id.cache_id(Config())
-    changes = {
-        "__version__": "another",
-        "source_digest": lambda: "another",
-        "kernel_digest": lambda: "another",
-        "_schemas": lambda: ["another"],
-    }
-    for name, value in changes.items():
-        with monkeypatch.context() as m:
-            m.setattr(cache_id, name, value)
-            assert cache_id.cache_id(Config()) != before, name
-    monkeypatch.setattr(torch, "__version__", "another")
-    assert cache_id.cache_id(Config()) != before
-
-
-def test_the_id_covers_every_source(tmp_path, monkeypatch):
-    """Copies of the package at two places have one digest; a changed byte anywhere in the rewrite makes another."""
-    digests = {cache_id.source_digest.__wrapped__()}
-    for where in ("a", "b"):
-        package = tmp_path / where / "ltx_inductor"
-        for source in (ROOT / "ltx_inductor").rglob("*.py"):
-            target = package / source.relative_to(ROOT / "ltx_inductor")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read_bytes())
-        monkeypatch.setattr(cache_id, "_PACKAGE", package)
-        digests.add(cache_id.source_digest.__wrapped__())
-    assert len(digests) == 1
-    for name in ("rewrite/report.py", "rewrite/dump.py", "ops/rope.py", "contract.py", "config.py", "joint_pass.py"):
-        source = package / name
-        content = source.read_bytes()
-        source.write_bytes(content + b"#")
-        digests.add(cache_id.source_digest.__wrapped__())
-        source.write_bytes(content)
-    assert len(digests) == 7
-
-
-def test_the_id_covers_kernel_sources(tmp_path, monkeypatch):
-    monkeypatch.delattr(kernels, "source_digest", raising=False)
-    monkeypatch.setattr(cache_id, "_CSRC", (tmp_path,))
-    seen = {cache_id.kernel_digest.__wrapped__()}
-    for text in ("one", "two"):
-        (tmp_path / "kernel.cu").write_text(text)
-        seen.add(cache_id.kernel_digest.__wrapped__())
-    assert len(seen) == 3
-    monkeypatch.setattr(kernels, "source_digest", lambda: "theirs", raising=False)
-    assert cache_id.kernel_digest.__wrapped__() == "theirs"
-
-
 @pytest.mark.parametrize("mine", [lambda graph: None, None])
 def test_a_users_uncacheable_pass_bypasses_the_caches(mine, tmp_path, monkeypatch):
     """As it does without us; and without it, or with one that has an id, they are asked."""
@@ -190,79 +131,6 @@ def test_a_users_uncacheable_pass_bypasses_the_caches(mine, tmp_path, monkeypatc
     assert bool(counters["inductor"]["fxgraph_cache_bypass"]) == (mine is not None)
     assert bool(counters["aot_autograd"]["autograd_cache_bypass"]) == (mine is not None)
     assert ltx_inductor.last_report().count() == 1
-
-
-def capture(function, *args, **kwargs):
-    """(Dynamo's graph, its inputs), and the text the fingerprint is made of."""
-    found = []
-
-    def backend(gm, example_inputs):
-        found.append(list(report_store._lines(gm, example_inputs, "id")))
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=backend, **kwargs)(*args)
-    return found[0]
-
-
-def test_the_fingerprint_tells_graphs_apart():
-    norm = nn.RMSNorm(8)
-    x = torch.ones(3, 8)
-    variants = {
-        "itself": capture(lambda x: norm(x).relu(), x),
-        "input shape": capture(lambda x: norm(x).relu(), torch.ones(4, 8)),
-        "input stride": capture(lambda x: norm(x).relu(), torch.ones(8, 3).t()),
-        "input dtype": capture(lambda x: norm(x).relu(), x.double()),
-        "dynamic": capture(lambda x: norm(x).relu(), x, dynamic=True),
-        "op": capture(lambda x: norm(x).tanh(), x),
-        "constant": capture(lambda x: norm(x).relu() * 2, x),
-        "other constant": capture(lambda x: norm(x).relu() * 3, x),
-        "order": capture(lambda x: norm(x.relu()), x),
-    }
-    with torch.no_grad():
-        variants["no grad"] = capture(lambda x: norm(x).relu(), x)
-    with torch.autocast("cpu", torch.bfloat16):
-        variants["autocast"] = capture(lambda x: norm(x).relu(), x)
-    texts = ["\n".join(v) for v in variants.values()]
-    assert len(set(texts)) == len(texts)
-    again = capture(lambda x: norm(x).relu(), x)
-    assert again == variants["itself"]
-    assert not any("0x" in line for text in texts for line in text.splitlines())
-
-
-def example() -> report_store.Kept:
-    site = Site("rule", "op", "q", 0, "model.py:3", {"x": "[1, s0]"}, "bf16-chain", "add_1")
-    graph = GraphReport([site], [Refusal("rule", "because", "model.py:9")], 7, 1.5, notes=["a note"])
-    node = DrawnNode("x", "input", "aten.add.Tensor", "", "f32[1]", (), "model.py:9 in f: x + 1")
-    graph.drawings.append(Drawing((node,), (replace(node, source=""),), ""))
-    return report_store.Kept([graph], ["model.py:3", "model.py:9"], [{"head_dim": 64}])
-
-
-def test_store(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    kept = example()
-    assert report_store.load("abcd", []) is None
-    report_store.save("abcd", kept)
-    assert report_store.load("abcd", kept.frames) == kept
-    moved = report_store.load("abcd", ["model.py:5", "model.py:11"]).graphs[0]
-    assert (moved.sites[0].source, moved.refusals[0].source) == ("model.py:5", "model.py:11")
-    assert [n.source for n in (*moved.drawings[0].before, *moved.drawings[0].after)] == ["model.py:11 in f: x + 1", ""]
-    assert [p.name for p in report_store.folder().rglob("*") if p.is_file()] == ["abcd.json"]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}', '{"format": 1, "frames": [], "graphs": [{}]}'])
-def test_a_broken_report_counts_as_absent(tmp_path, monkeypatch, content):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    report_store.save("abcd", example())
-    report_store._path("abcd").write_text(content)
-    assert report_store.load("abcd", []) is None
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
-    report_store.save("abcd", example())
-    assert report_store.load("abcd", []) is None
 
 
 class FakeKernels:
