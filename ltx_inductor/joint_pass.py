@@ -18,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ltx_inductor import session
 from ltx_inductor.cache_id import cache_id
 from ltx_inductor.config import Config
-from ltx_inductor.kernel_needs import NoKernels, Remembering, device_kernels
+from ltx_inductor.kernel_needs import Remembering, device_kernels
+from ltx_inductor.rewrite.needs import NoKernels
 from ltx_inductor.rewrite.report import GraphReport, LostFusionError, Refusal, RewriteReport
 
 log = logging.getLogger("ltx_inductor")
@@ -68,8 +69,8 @@ class LtxPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         prove = self.config.verify != "off"
-        kernels = Remembering(_for_a_package() or device_kernels(prove, self.config.profit), prove)
-        session.deliver(rewrite(graph, self.config, kernels), kernels.needs)
+        kernels = Remembering(device_kernels(prove, self.config.profit), prove)
+        session.deliver(rewrite(graph, self.config, _for_a_package() or kernels), kernels.needs)
         _lower_directly()
 
     @property
@@ -88,7 +89,8 @@ class LtxPass(CustomGraphPass):
         return hash(self.config)
 
 
-def _for_a_package() -> Any:
+def _for_a_package() -> NoKernels | None:
+    """Its graphs are decomposed before the pass, so other reasons would mislead: no norm looks like a call any more."""
     from torch._inductor.virtualized import V
 
     return NoKernels(_PACKAGE) if V.aot_compilation else None

@@ -37,25 +37,6 @@ def assumed_kernels(profit: str = "measured") -> Any:
     return AssumedKernels(table(profit))
 
 
-class NoKernels:
-    """Where nothing may be rewritten, whatever the device; `reason` says why."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def refusal(self, need: Any) -> str | None:
-        return self._reason
-
-    def slower(self, need: Any, size: int | None) -> str | None:
-        return None
-
-    def note(self, need: Any) -> str | None:
-        return None
-
-    def proof(self, need: Any) -> str:
-        return self._reason
-
-
 class Remembering:
     """`kernels`, with `needs` growing by every launch that it can serve on a GPU.
 

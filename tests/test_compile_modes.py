@@ -20,6 +20,7 @@ import ltx_inductor
 from ltx_inductor.config import Config
 from ltx_inductor.joint_pass import LtxPass
 
+from .end_to_end_child import QueriesAndKeys
 from .harness import ADDCMUL_KEPT, bit_difference, trace
 from .models import pieces as p
 from .models.sides import B, D, H, Pair, S, bf16, rope, table, weight, x
@@ -232,18 +233,38 @@ def test_a_module_wrapped_for_distributed_training(tmp_path: Path) -> None:
         distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("cpu", [True, False])
 @torch.no_grad()
-def test_aot_inductor_is_refused_by_name() -> None:
-    """A package runs where nobody has imported us. (Compiling one takes a minute; this is what its pass sees.)"""
+def test_aot_inductor_is_refused_by_name(cpu: bool) -> None:
+    """A package runs where nobody has imported us. Here the graph still shows the calls of torch.rms_norm."""
     (traced,) = trace(attention().eval(), inputs())
     delivered: list[Any] = []
     with V.set_aot_compilation(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ltx_inductor.session, "deliver", lambda report, needs: delivered.append(report))
-        LtxPass(Config(cpu=True))(traced.gm.graph)
+        LtxPass(Config(cpu=cpu))(traced.gm.graph)
     (report,) = delivered
     assert not report.sites
     assert len(report.refusals) == 2
     assert all("AOTInductor" in r.reason for r in report.refusals)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_real_package_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.export has decomposed the norms: nobody may be told to use torch.nn.RMSNorm, which they do."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    q, k = torch.randn(2, 1, 8, 128).bfloat16()
+    cos, sin = torch.randn(2, 1, 8, 4, 16).transpose(2, 3)
+    torch._dynamo.reset()
+    with ltx_inductor.enabled({"ltx_inductor.cpu": True}):
+        program = torch.export.export(QueriesAndKeys(128).bfloat16().eval(), (q, k, cos, sin))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    report = ltx_inductor.last_report()
+    assert not report.sites
+    assert len(report.refusals) == 2
+    for r in report.refusals:
+        assert "AOTInductor" in r.reason
+        assert not r.hint
 
 
 @torch.no_grad()

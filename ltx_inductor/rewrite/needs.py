@@ -83,3 +83,22 @@ class Kernels(Protocol):
     def proof(self, need: Need) -> str:
         """How it is known that the launch has eager's bits; asked where `refusal` gave None."""
         ...
+
+
+class NoKernels:
+    """Where nothing may be rewritten. `reason` is told of every candidate, whatever else may be wrong with it."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def refusal(self, need: Need) -> str | None:
+        return self.reason
+
+    def slower(self, need: Need, size: int | None) -> str | None:
+        return None
+
+    def note(self, need: Need) -> str | None:
+        return None
+
+    def proof(self, need: Need) -> str:
+        return self.reason

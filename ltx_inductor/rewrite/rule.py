@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ltx_inductor.config import Config
 from ltx_inductor.rewrite.digits import Refuse
-from ltx_inductor.rewrite.needs import Kernels, Need
+from ltx_inductor.rewrite.needs import Kernels, Need, NoKernels
 from ltx_inductor.rewrite.pictures import Pictures
 from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
 from ltx_inductor.rewrite.source import source_line
@@ -40,7 +40,9 @@ class Job:
         self._sites.append((at, site))
 
     def refuse(self, at: float, node: Node, why: Refuse, certain: bool = True) -> None:
-        """at: the program order of the node, which is left as it is."""
+        """at: the program order of the node, which is left as it is. Without kernels, that is the reason for all."""
+        if isinstance(self.kernels, NoKernels):
+            why = Refuse(self.kernels.reason)
         refusal = Refusal(
             self.rule,
             why.reason,
