@@ -69,7 +69,16 @@ def table(which: str) -> Table:
     """MEASURED, ANY, or the path of a table. Raises ValueError, naming the file, for one that cannot be read."""
     if which == ANY:
         return Table()
-    return _read(_PACKAGED if which == MEASURED else Path(which))
+    path = _PACKAGED if which == MEASURED else Path(which)
+    try:
+        path = path.resolve()
+        state = path.stat()
+        return _read(path, state.st_mtime_ns, state.st_size)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"profit={str(path)!r} cannot be read ({type(error).__name__}: {error}); expected {MEASURED!r}, {ANY!r}, "
+            "or a file written by benchmarks/profit.py"
+        ) from None
 
 
 def digest(which: str) -> str:
@@ -78,22 +87,16 @@ def digest(which: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: Path) -> Table:
-    try:
-        data = json.loads(path.read_text())
-        rows = tuple(_rows(data["rows"]))
-        source = ", torch ".join((str(data["device"]), str(data["torch"]))) + f", {data['date']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"profit={str(path)!r} cannot be read ({type(error).__name__}: {error}); expected {MEASURED!r}, {ANY!r}, "
-            "or a file written by benchmarks/profit.py"
-        ) from None
-    return Table(rows, source)
+def _read(path: Path, mtime_ns: int, size: int) -> Table:
+    """mtime_ns, size: of the file, which may be rewritten while we run: another one is read anew."""
+    data = json.loads(path.read_text())
+    source = ", torch ".join((str(data["device"]), str(data["torch"]))) + f", {data['date']}"
+    return Table(tuple(_rows(data["rows"])), source)
 
 
 def _rows(data: Iterable[Mapping[str, Any]]) -> Iterable[Row]:
     for r in data:
         row = Row(str(r["rule"]), str(r["arch"]), int(r["size"]), float(r["ltx_us"]), float(r["other_us"]))
-        if row.size < 1 or not (row.ltx_us > 0 and row.other_us > 0):
-            raise ValueError(f"sizes and times must be positive, not {dict(r)}")
+        if not all(0 < number < math.inf for number in (float(row.size), row.ltx_us, row.other_us)):
+            raise ValueError(f"sizes and times must be positive and finite, not {dict(r)}")
         yield row

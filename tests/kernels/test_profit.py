@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,39 @@ def test_times_have_to_be_positive(tmp_path: Path) -> None:
     row = {"rule": ROPE, "arch": "9.0", "size": 1, "ltx_us": 0, "other_us": 1}
     with pytest.raises(ValueError, match="must be positive"):
         profit.table(write(tmp_path / "t.json", [row]))
+
+
+@pytest.mark.parametrize("number", ["Infinity", "1e400", "NaN", f"1{'0' * 400}"])
+@pytest.mark.parametrize("name", ["size", "ltx_us", "other_us"])
+def test_numbers_have_to_be_finite(tmp_path: Path, name: str, number: str) -> None:
+    row = {"rule": ROPE, "arch": "9.0", "size": 1, "ltx_us": 1, "other_us": 1, name: "NUMBER"}
+    path = Path(write(tmp_path / "table.json", [row]))
+    path.write_text(path.read_text().replace('"NUMBER"', number))
+    with pytest.raises(ValueError, match=r"table.json.*cannot be read.*expected 'measured', 'any', or a file"):
+        profit.table(str(path))
+
+
+def test_a_table_that_is_rewritten_in_place_is_read_again(tmp_path: Path) -> None:
+    row = {"rule": ROPE, "arch": "9.0", "size": 1, "ltx_us": 2, "other_us": 1}
+    path = write(tmp_path / "t.json", [row])
+    before = profit.table(path), profit.digest(path), cache_id(Config(profit=path))
+    write(Path(path), [{**row, "ltx_us": 1, "other_us": 2}])  # as long as before
+    os.utime(path, ns=(0, 0))
+    after = profit.table(path), profit.digest(path), cache_id(Config(profit=path))
+    assert not set(before) & set(after)
+    assert profit.table(path) is profit.table(path)
+
+
+def test_a_relative_path_is_looked_up_where_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"rule": ROPE, "arch": "9.0", "size": 1, "ltx_us": 2, "other_us": 1}
+    found = []
+    for i in (1, 2):
+        (tmp_path / str(i)).mkdir()
+        monkeypatch.chdir(tmp_path / str(i))
+        write(Path("t.json"), [{**row, "size": i}])
+        os.utime("t.json", ns=(0, 0))
+        found.append(profit.table("t.json").rows[0].size)
+    assert found == [1, 2]
 
 
 def test_the_option(tmp_path: Path) -> None:
