@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.library import opcheck
 
 from ltx_inductor.contract import CONTRACTS, lookup
@@ -79,6 +81,20 @@ WRONG = {
     "sin is torch.float32": ((X, W, COS, SIN.float(), 1e-6, 4, "fp32-rope"), {}),
     "expected torch.bfloat16 for contract bf16-chain": ((X, W, COS.float(), SIN.float(), 1e-6, 4, "bf16-chain"), {}),
     "contract='nonsense' is not": ((X, W, COS, SIN, 1e-6, 4, "nonsense"), {}),
+    r"cos has shape \[2, 4, 1, 8\]; expected \[2 or 1, 4 or 1, 5, 8\]": (
+        (X, W, COS[:, :, :1], SIN[:, :, :1], 1e-6, 4, "bf16-chain"),
+        {},
+    ),
+    r"cos has shape \[2, 4, 5, 8\]; expected \[2 or 1, 4 or 1, 1, 8\]": (
+        (X[:, :1], W, COS, SIN, 1e-6, 4, "bf16-chain"),
+        {},
+    ),
+    r"sin has shape \[2, 4, 4, 8\]; expected .* 5, 8\] for x": ((X, W, COS, SIN[:, :, :4], 1e-6, 4, "bf16-chain"), {}),
+    r"cos has shape \[3, 4, 5, 8\]; expected": ((X, W, COS[[0, 1, 1]], SIN, 1e-6, 4, "bf16-chain"), {}),
+    r"cos has shape \[2, 4, 5, 8\]; expected \[1 or 1,": ((X[:1], W, COS, SIN, 1e-6, 4, "bf16-chain"), {}),
+    "cos is on meta; expected the device of x, cpu": ((X, W, COS.to("meta"), SIN, 1e-6, 4, "bf16-chain"), {}),
+    "sin is on meta; expected the device of x, cpu": ((X, W, COS, SIN.to("meta"), 1e-6, 4, "bf16-chain"), {}),
+    "weight is on meta; expected the device of x, cpu": ((X, W.to("meta"), COS, SIN, 1e-6, 4, "bf16-chain"), {}),
     "layout='hbsd'": ((X, W, COS, SIN, 1e-6, 4, "bf16-chain"), {"layout": "hbsd"}),
 }
 
@@ -88,6 +104,32 @@ def test_errors_name_argument_value_and_what_is_accepted(message):
     args, kwargs = WRONG[message]
     with pytest.raises(ValueError, match=message):
         ONE(*args, **kwargs)
+
+
+def test_an_error_of_a_pair_names_its_side():
+    with pytest.raises(ValueError, match=r"k as x: cos has shape \[2, 4, 1, 8\]"):
+        PAIR(X, X, W, W, COS, SIN, COS[:, :, :1], SIN[:, :, :1], 1e-6, 1e-6, 4, 4, "bf16-chain")
+
+
+def fake(t, mode, dynamic):
+    sizes = [DimDynamic.DYNAMIC if axis in dynamic else DimDynamic.STATIC for axis in range(t.dim())]
+    return mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+
+@pytest.mark.parametrize("op", ["one", "pair"])
+def test_dynamic_tokens_and_batch_add_no_guard(op):
+    """Tables have symbols of their own here: that they are those of x is not known, nor that they are not."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env) as mode:
+        x, cos, sin = (fake(t, mode, axes) for t, axes in ((X, (0, 1)), (COS, (0, 2)), (SIN, (0, 2))))
+        w, before = fake(W, mode, ()), len(env.guards)
+        if op == "one":
+            assert ONE(x, w, cos, sin, 1e-6, 4, "bf16-chain").shape == x.shape
+        else:
+            assert PAIR(x, x, w, w, cos, sin, None, None, 1e-6, 1e-6, 4, 4, "bf16-chain")[1].shape == x.shape
+        assert len(env.guards) == before
+        with pytest.raises(ValueError, match="expected .* or 1, 4 or 1, "):
+            ONE(x, w, cos[:, :3], sin, 1e-6, 4, "bf16-chain")
 
 
 def test_half_of_the_tables_of_k_is_an_error():

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ltx_inductor.kernels import counts
 from ltx_inductor.kernels.rope import KernelNotReadyError
+from ltx_inductor.ops.sizes import certainly
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = (4, 4, 8)  # queries per axis of one block of the reference: 128 queries see 2.7 times 11^3 keys
@@ -101,7 +102,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int]) -> None:
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}; expected one of {', '.join(map(str, DTYPES))}")
     for name, t in (("k", k), ("v", v)):
-        if t.dim() != 6 or any(_certainly(a != b) for a, b in zip(t.shape, q.shape, strict=True)):
+        if t.dim() != 6 or any(certainly(a != b) for a, b in zip(t.shape, q.shape, strict=True)):
             raise ValueError(f"{name} has shape {list(t.shape)}; expected that of q, {list(q.shape)}")
         if t.dtype != q.dtype:
             raise ValueError(f"{name} is {t.dtype}; expected the dtype of q, {q.dtype}")
@@ -110,20 +111,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int]) -> None:
     if len(kernel_size) != 3 or any(w < 1 for w in kernel_size):
         raise ValueError(f"kernel_size={list(kernel_size)}; expected three sizes of at least 1, for T, H and W")
     for axis, window, size in zip("THW", kernel_size, q.shape[1:4], strict=True):
-        if _certainly(size < window):
+        if certainly(size < window):
             raise ValueError(
                 f"kernel_size={list(kernel_size)}: the window has {window} keys along {axis}, the grid only {size}; "
                 "expected a window that fits"
             )
-
-
-def _certainly(fact: Any) -> bool:
-    """A comparison of sizes, where it holds for every value of their symbols."""
-    if isinstance(fact, bool):
-        return fact
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(fact)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sequence[int], *_: Any) -> Tensor:

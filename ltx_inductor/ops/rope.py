@@ -34,6 +34,7 @@ from ltx_inductor.contract import Contract, lookup
 from ltx_inductor.kernels import counts
 from ltx_inductor.kernels import rope as kernel
 from ltx_inductor.ops import verified
+from ltx_inductor.ops.sizes import certainly
 
 LAYOUTS = ("bshd", "bhsd")
 _LIBRARY = torch.library.Library("ltx_inductor", "DEF")
@@ -129,25 +130,35 @@ def _check(
         raise ValueError(f"layout={layout!r}; expected one of {', '.join(LAYOUTS)}")
     if (x.dim() == 4 and x.shape[2] != num_heads) or (x.dim() == 3 and (num_heads < 1 or x.shape[-1] % num_heads)):
         raise ValueError(f"num_heads={num_heads} does not fit x of shape {list(x.shape)}")
-    _, _, heads, head_dim = _heads_shape(x, num_heads)
+    batch, tokens, heads, head_dim = _heads_shape(x, num_heads)
     if head_dim % 2:
         raise ValueError(f"x has heads of {head_dim} elements; expected an even number, since a head has two halves")
+    if weight is not None and weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device}; expected the device of x, {x.device}")
     if weight is not None and (weight.dim() != 1 or weight.shape[0] != x.shape[-1] or weight.dtype != x.dtype):
         raise ValueError(
             f"weight is {weight.dtype} {list(weight.shape)}; expected {x.dtype} [{x.shape[-1]}], the last axis of x"
         )
     for name, t in (("cos", cos), ("sin", sin)):
-        if t.dim() != 4 or t.shape[1] not in (1, heads) or t.shape[3] != head_dim // 2:
+        accepted: tuple[tuple[Any, ...], ...] = ((1, batch), (1, heads), (tokens,), (head_dim // 2,))
+        if t.dim() != 4 or any(_certainly_not(n, sizes) for n, sizes in zip(t.shape, accepted, strict=True)):
             raise ValueError(
-                f"{name} has shape {list(t.shape)}; expected [B or 1, {heads} or 1, S, {head_dim // 2}] for x of shape "
-                f"{list(x.shape)}"
+                f"{name} has shape {list(t.shape)}; expected [{batch} or 1, {heads} or 1, {tokens}, {head_dim // 2}] "
+                f"for x of shape {list(x.shape)}"
             )
+        if t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}; expected the device of x, {x.device}")
         allowed = (x.dtype,) if c.narrow_product else (x.dtype, torch.float32)
         if t.dtype not in allowed or t.dtype != cos.dtype:
             raise ValueError(
                 f"{name} is {t.dtype}; expected {' or '.join(map(str, allowed))} for contract {c.name}, the same for "
                 "cos and sin"
             )
+
+
+def _certainly_not(size: Any, accepted: tuple[Any, ...]) -> bool:
+    """Is it none of these, whatever the values of their symbols? Adds no guard."""
+    return all(certainly(size != n) for n in accepted)
 
 
 def _fake(
@@ -190,21 +201,21 @@ def _pair(side: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         if (k_cos is None) != (k_sin is None):
             raise ValueError("k_cos and k_sin: expected both, or None for both to use q's tables")
+        k_tables = (q_cos, q_sin) if k_cos is None else (k_cos, k_sin)
         return (
-            side(q, q_weight, q_cos, q_sin, q_eps, q_heads, contract, layout),
-            side(
-                k,
-                k_weight,
-                q_cos if k_cos is None else k_cos,
-                q_sin if k_sin is None else k_sin,
-                k_eps,
-                k_heads,
-                contract,
-                layout,
-            ),
+            _named("q", side, q, q_weight, q_cos, q_sin, q_eps, q_heads, contract, layout),
+            _named("k", side, k, k_weight, *k_tables, k_eps, k_heads, contract, layout),
         )
 
     return both
+
+
+def _named(name: str, side: Callable[..., Tensor], *args: Any) -> Tensor:
+    """`side(*args)`, whose errors speak of x, cos and sin, told of the tensor with that name."""
+    try:
+        return side(*args)
+    except ValueError as error:
+        raise ValueError(f"{name} as x: {error}") from None
 
 
 reference_pair = _pair(reference)
