@@ -30,12 +30,17 @@ def ltx_backend(
     mode, options and dynamic mean what they mean for backend="inductor", errors included. Keys of `options` with the
     prefix "ltx_inductor." are ours (see `ltx_inductor.Config`), all others are Inductor's.
 
-    Raises ValueError or TypeError for a wrong option of ours, RuntimeError for a wrong one of Inductor's (Dynamo wraps
-    them into BackendCompilerFailed), LostFusionError if `ltx_inductor.strict` is set and a site was lost or refused.
+    Raises TypeError for a wrong argument, ValueError or TypeError for a wrong option of ours, RuntimeError for a wrong
+    one of Inductor's (Dynamo wraps them into BackendCompilerFailed), LostFusionError if `ltx_inductor.strict` is set
+    and a site was lost or refused.
     """
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"ltx_backend(gm={gm!r}): expected the torch.fx.GraphModule that torch.compile gives a backend")
+    if not isinstance(example_inputs, (list, tuple)):
+        raise TypeError(f"ltx_backend(example_inputs={example_inputs!r}): expected a list of the graph's inputs")
     config, patches = split_options(mode, options, dynamic)
     hook = patches[_HOOK] if _HOOK in patches else getattr(inductor_config, _HOOK)
     patches[_HOOK] = chain = with_ours(hook, LtxPass(config))

@@ -53,6 +53,11 @@ class Config:
             raise ValueError(
                 f"rules={list(self.rules)!r}: {unknown[0]!r} is not a rule; the rules are: {', '.join(RULES)}"
             )
+        twice = [r for i, r in enumerate(self.rules) if r in self.rules[:i]]
+        if twice:
+            raise ValueError(
+                f"rules={list(self.rules)!r}: {twice[0]!r} is there twice; expected each rule at most once"
+            )
         if self.verify not in VERIFY:
             raise ValueError(f"verify={self.verify!r}: expected one of {', '.join(VERIFY)}")
         if self.profit not in PROFIT and not os.path.isfile(self.profit):

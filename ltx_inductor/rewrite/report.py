@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -186,7 +187,12 @@ class RewriteReport:
             raise ValueError(f"{rule!r} is not a rule; the rules are: {', '.join(known)}")
 
     def diff(self, after: RewriteReport) -> Difference:
-        """What `after`, a later report of the same model, has gained and lost; `str()` of it is for people."""
+        """What `after`, a later report of the same model, has gained and lost; `str()` of it is for people.
+
+        Raises TypeError where `after` is no report.
+        """
+        if not isinstance(after, RewriteReport):
+            raise TypeError(f"diff(after={after!r}): expected a RewriteReport (RewriteReport.from_dict makes one)")
         return difference(self, after)
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,17 +214,29 @@ class RewriteReport:
     def to_html(self, path: str | os.PathLike[str], title: str = "ltx_inductor report") -> None:
         """Writes the report as one self-contained page: graphs before and after, diffs, reasons, search, filters.
 
-        Raises OSError where it cannot be written.
+        Raises OSError where it cannot be written, TypeError for a path or title that is none.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"to_html(path={path!r}): expected the path of a file")
+        if not isinstance(title, str):
+            raise TypeError(f"to_html(title={title!r}): expected text")
         from ltx_inductor.views.page import page
 
         Path(path).write_text(page(self.to_dict(), title), encoding="utf-8")
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RewriteReport:
-        """Inverse of `to_dict`."""
-        graphs = [GraphReport.from_dict(g) for g in data["graphs"]]
-        return RewriteReport(graphs, bool(data["cached"]), list(data["remarks"]))
+        """Inverse of `to_dict`. Raises TypeError for what is no mapping, ValueError for one that is no report."""
+        if not isinstance(data, Mapping):
+            raise TypeError(f"from_dict(data={reprlib.repr(data)}): expected a mapping, as to_dict gives it")
+        try:
+            graphs = [GraphReport.from_dict(g) for g in data["graphs"]]
+            return RewriteReport(graphs, bool(data["cached"]), list(data["remarks"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"from_dict(data={reprlib.repr(data)}): expected what to_dict gives, with the keys graphs, cached and "
+                f"remarks ({type(error).__name__}: {error})"
+            ) from error
 
     def __str__(self) -> str:
         return "\n".join(_render(self))
