@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ _CSRC = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")  # in a wheel, in a checko
 
 
 def cache_id(config: Config) -> str:
-    """Hex digest for `config`. `dump` is left out: it names a folder, and a graph does not depend on it.
+    """Hex digest for `config`. `dump` is left out: it names a folder, and a graph does not depend on it. Of `profit`
+    the table counts, not its path.
 
     `strict` is in, although it changes no graph: a strict compile must not be answered by an entry that was made
     without the check.
@@ -35,8 +37,7 @@ def cache_id(config: Config) -> str:
     parts = [
         f"ltx_inductor {__version__}",
         f"torch {torch.__version__}",
-        f"rules {config.rules} cpu {config.cpu} strict {config.strict} exact {config.exact} "
-        f"trust {config.trust_block_mask} verify {config.verify}",
+        *(f"{f.name} {getattr(config, f.name)}" for f in fields(config) if f.name not in ("dump", "profit")),
         f"profit {profit.digest(config.profit)}",
         source_digest(),
         kernel_digest(),

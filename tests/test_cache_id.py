@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from ltx_inductor import cache_id, kernels
-from ltx_inductor.config import Config
+from ltx_inductor.config import RULES, Config
 from ltx_inductor.joint_pass import LtxPass
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_id_covers_options():
-    ids = {cache_id.cache_id(c) for c in (Config(), Config(cpu=True), Config(strict=True), Config(rules=()))}
-    assert len(ids) == 4
+SOURCES = (
+    *("rewrite/report.py", "rewrite/dump.py", "ops/rope.py", "kernels/rope.py", "kernels/choice.py"),
+    *("contract.py", "config.py", "joint_pass.py", "kernel_needs.py", "lowering.py"),
+)
+OTHER = {  # than the default, for every option
+    "rules": ((), RULES[:1], RULES[::-1]),
+    "cpu": (True,),
+    "strict": (True,),
+    "exact": (True,),
+    "trust_block_mask": (True,),
+    "verify": ("always", "off"),
+    "profit": ("any",),
+}
+
+
+def test_the_id_covers_every_option():
+    assert {*OTHER, "dump"} == {f.name for f in fields(Config)}
+    configs = [Config(), *(Config(**{name: value}) for name, values in OTHER.items() for value in values)]
+    ids = {cache_id.cache_id(c): c for c in configs}
+    assert list(ids.values()) == configs
+
+
+def test_dumps_are_no_part_of_the_id_and_bypass_the_caches():
+    assert cache_id.cache_id(Config(dump="somewhere")) == cache_id.cache_id(Config())
     assert LtxPass(Config(dump="somewhere")).uuid() is None
+
+
+def test_the_id_covers_whether_kernels_can_be_built(monkeypatch):
+    """A graph that was left alone for want of a compiler is compiled anew when there is one; of TileLang if `exact`."""
+
+    def ids(can_build, tilelang):
+        monkeypatch.setattr(cache_id, "_can_build", lambda: can_build)
+        monkeypatch.setattr(cache_id.importlib.util, "find_spec", lambda name: object() if tilelang else None)
+        return [cache_id.cache_id(Config(exact=exact)) for exact in (False, True)]
+
+    nothing, compiler, tilelang = ids(False, False), ids(True, False), ids(False, True)
+    assert len({*nothing, *compiler}) == 4
+    assert nothing[0] == tilelang[0]
+    assert nothing[1] != tilelang[1]
 
 
 def test_the_id_covers_versions_and_schemas(monkeypatch):
@@ -47,13 +83,12 @@ def test_the_id_covers_every_source(tmp_path, monkeypatch):
         monkeypatch.setattr(cache_id, "_PACKAGE", package)
         digests.add(cache_id.source_digest.__wrapped__())
     assert len(digests) == 1
-    for name in ("rewrite/report.py", "rewrite/dump.py", "ops/rope.py", "contract.py", "config.py", "joint_pass.py"):
+    for name in SOURCES:
         source = package / name
         content = source.read_bytes()
         source.write_bytes(content + b"#")
-        digests.add(cache_id.source_digest.__wrapped__())
+        assert cache_id.source_digest.__wrapped__() not in digests, name
         source.write_bytes(content)
-    assert len(digests) == 7
 
 
 def test_the_id_covers_kernel_sources(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from tests import stand_in
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.xdist_group("test_caches")  # one worker: the module's fixture is expensive
+NO_RULES = {"ltx_inductor.cpu": True, "ltx_inductor.rules": []}
 STRICT = {"ltx_inductor.cpu": True, "ltx_inductor.strict": True}
 
 
@@ -54,7 +56,16 @@ def answers(tmp_path_factory):
         },
         stand_in=False,
     )
-    third = child(folder, {"strict": {"options": STRICT}, "fx only": {"delete": "aotautograd"}}, stand_in=True)
+    third = child(
+        folder,
+        {
+            "strict": {"options": STRICT},
+            "no rules": {"options": NO_RULES},
+            "no rules again": {"options": NO_RULES},
+            "fx only": {"delete": "aotautograd"},
+        },
+        stand_in=True,
+    )
     with open(folder / "code" / "ltx_inductor" / "contract.py", "a") as f:
         f.write("# edited\n")
     fourth = child(folder, {"edited": {}}, stand_in=True)
@@ -68,6 +79,17 @@ def test_the_first_process_fills_the_caches(answers):
     assert a["report"]["counts"] == {stand_in.RULE: 1}
 
 
+def graphs(answer, lines_above=0):
+    """All that the report says of them but the time the pass took; with so many lines more above the model's code."""
+    found = copy.deepcopy(answer["report"]["graphs"])
+    for graph in found:
+        graph["pass_ms"] = 0.0
+        for item in (*graph["sites"], *graph["refusals"]):
+            file, line = item["source"].split(":")
+            item["source"] = f"{file}:{int(line) + lines_above}"
+    return found
+
+
 @pytest.mark.parametrize("case", ["second", "lines moved", "registered"])
 def test_a_hit_has_the_rewrite_and_its_report(answers, case):
     """The child had no stand-in: had the pass run, nothing would have been rewritten."""
@@ -75,6 +97,7 @@ def test_a_hit_has_the_rewrite_and_its_report(answers, case):
     assert (a["aot"], a["rewritten"]) == ("hit", True)
     assert a["report"]["cached"]
     assert a["report"]["pass_ms"] == 0
+    assert graphs(a) == graphs(answers["first"], lines_above=5 * (case == "lines moved"))
     assert a["report"]["counts"] == {stand_in.RULE: 1}
     assert a["report"]["notes"] == []
 
@@ -102,6 +125,17 @@ def test_stock_inductor_and_we_do_not_share(answers):
 def test_another_option_misses(answers):
     assert (answers["strict"]["aot"], answers["strict"]["fx"]) == ("miss", "miss")
     assert not answers["strict"]["report"]["cached"]
+
+
+def test_a_rule_that_is_switched_off_misses(answers):
+    """And the graph is not rewritten; it has an entry of its own then."""
+    first, again = answers["no rules"], answers["no rules again"]
+    assert (first["aot"], first["fx"], first["rewritten"]) == ("miss", "miss", False)
+    assert (again["aot"], again["rewritten"]) == ("hit", False)
+    for a in (first, again):
+        assert a["report"]["cached"] == (a is again)
+        assert [g["sites"] for g in a["report"]["graphs"]] == [[]]
+    assert graphs(again) == graphs(first)
 
 
 def test_edited_sources_miss(answers):

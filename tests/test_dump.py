@@ -168,12 +168,13 @@ def test_emit_logs_the_diff(caplog):
 
 CHILD = """
 import torch
+from ltx_inductor.config import Config
 from ltx_inductor.rewrite import dump
 from tests import stand_in
 def emit(graph):
     assert dump.wanted()
     before = dump.render(graph)
-    stand_in.rewrite_graph(graph, type("C", (), {"cpu": True, "strict": False}))
+    stand_in.rewrite_graph(graph, Config(cpu=True))
     dump.emit("graph-000", before, dump.render(graph))
 with torch.no_grad():
     torch.compile(stand_in.Model(), options={"joint_custom_pre_pass": emit})(torch.ones(3, 8))
