@@ -17,7 +17,7 @@ from .fuzz.judge import Calls, Legal, Verdict, judge, run
 from .fuzz.mutations import like, tensors, write_input
 from .fuzz.near_miss import edited
 from .fuzz.recipe import Recipe, Side, draw_recipe
-from .fuzz.reduce import as_code, smaller_graph
+from .fuzz.reduce import Found, as_code, smaller_graph
 from .harness import ADDCMUL_KEPT, output_node, shape_facts
 
 aten = torch.ops.aten
@@ -218,22 +218,65 @@ def test_sizes_are_compared_without_a_guard() -> None:
     assert shape_facts(legal.gm.graph) == facts
 
 
-def test_a_failing_graph_becomes_small_code_that_runs(tmp_path: Path) -> None:
+def run_script(path: Path, code: str) -> tuple[int, str]:
+    """Exit status and output of `code` in a process of its own."""
+    path.write_text(code)
+    done = subprocess.run([sys.executable, str(path)], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dynamic", [(), ("seq", "batch")])
+def test_a_failing_graph_becomes_small_code_that_runs(dynamic: tuple[str, ...], tmp_path: Path) -> None:
     """ "Failing" stands here for "something is rewritten", so what is left is one rotation, and its code says so."""
-    legal = Legal(Recipe(structure="pair", writes="x after"))
+    found = Found(Recipe(structure="pair", writes="x after", dynamic=dynamic), 0, 0, 0, "")
+    legal = Legal(found.recipe)
 
     def rewritten(gm: torch.fx.GraphModule, calls: Calls) -> bool:
         wants = run(gm, calls)
         return bool(wants) and judge(gm, calls, wants).sides > 0
 
     gm, calls = smaller_graph(legal.gm, legal.calls, rewritten)
+    assert len(calls) == 2
     assert len(output_node(gm.graph).args[0]) == 1
     assert len(gm.graph.find_nodes(op="call_function", target=aten.rsqrt.default)) == 1
-    script = tmp_path / "small.py"
-    script.write_text(as_code(gm, calls))
-    done = subprocess.run([sys.executable, str(script)], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "1 sides rewritten; nothing is wrong" in done.stdout
+    status, said = run_script(tmp_path / "small.py", as_code(gm, found))
+    assert (status, "1 sides rewritten; nothing is wrong" in said) == (0, True), said
+
+
+# On N(0, 1) another eps, or a product that is rounded before it is added, changes next to no element.
+PLANTED = {
+    "eps": "rope._normalise = lambda x, w, eps, *rest, right=rope._normalise: right(x, w, eps * 1.01, *rest)",
+    "fma": "torch.addcmul = lambda a, b, c: a + b * c",
+}
+
+
+@pytest.mark.skipif(not ADDCMUL_KEPT, reason="fp32 contracts are compared with eager only")
+@pytest.mark.parametrize(("fault", "dynamic"), [("eps", ()), ("fma", ("seq",))])
+def test_a_planted_fault_is_found_and_its_code_reproduces_it(
+    fault: str, dynamic: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Minimised and printed, it fails with the fault and passes without it."""
+    recipe = Recipe(rounding="fp32-rope", dynamic=dynamic)
+    plant = f"import torch\nfrom ltx_inductor.ops import rope\n\n{PLANTED[fault]}\n"
+    finder = f"""
+from tests.fuzz.judge import Legal
+from tests.fuzz.recipe import Recipe
+from tests.fuzz.reduce import Found, report
+
+legal = Legal({recipe})
+for seed in range(40):
+    verdict = legal.problem(seed, 0, 1)
+    if verdict and verdict.why:
+        print(report(Found(legal.recipe, seed, 0, 1, verdict.why)))
+        break
+"""
+    status, said = run_script(tmp_path / "find.py", plant + finder)
+    assert (status, "differ" in said) == (0, True), said
+    code = said[said.index("import torch\n") :]
+    status, said = run_script(tmp_path / "with.py", plant + code)
+    assert (status, "1 sides rewritten" in said, "elements differ" in said) == (1, True, True), said
+    status, said = run_script(tmp_path / "without.py", code)
+    assert (status, "1 sides rewritten; nothing is wrong" in said) == (0, True), said
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -56,6 +56,23 @@ def run(gm: fx.GraphModule, calls: Calls) -> list[list[Any]] | None:
         torch.use_deterministic_algorithms(False)
 
 
+def node_values(gm: fx.GraphModule, calls: Calls) -> list[dict[str, Any]]:
+    """{name of a node: its value} for each call, as it is computed: before anything writes to it."""
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            found[-1][n.name] = same_memory(value)
+            return value
+
+    found: list[dict[str, Any]] = []
+    for args in calls:
+        found.append({})
+        with torch.no_grad():
+            Recorder(gm).run(*[same_memory(a) for a in args])
+    return found
+
+
 @dataclass
 class Verdict:
     """sides: how many were rewritten. why: what is wrong, or None."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
+from ltx_inductor.rewrite.lift import in_addcmul
 from ltx_inductor.rewrite.norm import is_fused
 
-from ..harness import copy_graph, output_node, same_memory
-from .judge import Calls, Legal, judge, run
+from ..harness import copy_graph, output_node
+from .judge import Calls, Legal, judge, node_values, run
 from .legal import writes
 from .near_miss import edited
 from .recipe import Recipe, neighbours
@@ -77,32 +77,34 @@ def smaller_recipe(found: Found, tries: int = 60) -> Found:
 def smaller_graph(
     gm: fx.GraphModule, calls: Calls, fails: Callable[[fx.GraphModule, Calls], bool]
 ) -> tuple[fx.GraphModule, Calls]:
-    """Outputs dropped, and nodes replaced by inputs that hold their values, as long as `fails`. Static shapes only."""
+    """Outputs dropped, and nodes replaced by inputs that hold their values in `gm`, as long as `fails`.
+
+    A node's meta["whole"] is its name in `gm`.
+    """
+    values, gm = node_values(gm, calls), copy_graph(gm)
+    for n in gm.graph.nodes:
+        n.meta["whole"] = n.name
     again = True
     while again:
         again = False
-        for candidate in _steps(gm, calls):
-            if candidate is not None and fails(*candidate):
-                gm, calls = candidate
-                again = True
+        for candidate in _steps(gm):
+            if candidate is None:
+                continue
+            inputs = [n.meta["whole"] for n in candidate.graph.find_nodes(op="placeholder")]
+            args = [[of_call[name] for name in inputs] for of_call in values]
+            if fails(candidate, args):
+                gm, calls, again = candidate, args, True
                 break
     return gm, calls
 
 
-def _steps(gm: fx.GraphModule, calls: Calls) -> Any:
+def _steps(gm: fx.GraphModule) -> Iterator[fx.GraphModule | None]:
     outputs = len(output_node(gm.graph).args[0])
     for i in range(outputs if outputs > 1 else 0):
-        yield _with(gm, calls, lambda g, i=i: _drop_output(g, i))
+        yield edited(gm, lambda g, i=i: _drop_output(g, i))
     for index, n in enumerate(gm.graph.nodes):
         if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor) and not writes(n):
-            yield _as_input(gm, calls, index)
-
-
-def _with(gm: fx.GraphModule, calls: Calls, edit: Callable[[fx.Graph], None]) -> tuple[fx.GraphModule, Calls] | None:
-    made = edited(gm, edit)
-    if made is None:
-        return None
-    return _without_unused(made, calls)
+            yield _as_input(gm, index)
 
 
 def _drop_output(g: fx.Graph, i: int) -> None:
@@ -113,48 +115,50 @@ def _drop_output(g: fx.Graph, i: int) -> None:
 
 def _drop_unused(g: fx.Graph) -> None:
     for n in reversed(list(g.nodes)):
-        if n.op == "call_function" and not n.users and not writes(n):
+        if n.op in ("call_function", "placeholder") and not n.users and not writes(n):
             g.erase_node(n)
 
 
-def _as_input(gm: fx.GraphModule, calls: Calls, index: int) -> tuple[fx.GraphModule, Calls] | None:
+def _as_input(gm: fx.GraphModule, index: int) -> fx.GraphModule:
     made = copy_graph(gm)
-    old, new = list(gm.graph.nodes)[index], list(made.graph.nodes)[index]
-    values = []
-    for args in calls:
-        recorder = fx.Interpreter(gm, garbage_collect_values=False)
-        with torch.no_grad():
-            recorder.run(*[same_memory(a) for a in args])
-        values.append(recorder.env[old])
-    first = next(iter(made.graph.nodes))
-    with made.graph.inserting_before(first):
-        placeholder = made.graph.placeholder(f"from_{new.name}")
-    placeholder.meta["val"] = new.meta["val"]
-    new.replace_all_uses_with(placeholder)
+    n = list(made.graph.nodes)[index]
+    with made.graph.inserting_before(next(iter(made.graph.nodes))):
+        placeholder = made.graph.placeholder(f"from_{n.name}")
+    placeholder.meta.update({key: n.meta[key] for key in ("val", "whole")})
+    n.replace_all_uses_with(placeholder)
     _drop_unused(made.graph)
     made.recompile()
-    return _without_unused(made, [[v, *args] for v, args in zip(values, calls, strict=True)])
+    return made
 
 
-def _without_unused(gm: fx.GraphModule, calls: Calls) -> tuple[fx.GraphModule, Calls]:
-    inputs = gm.graph.find_nodes(op="placeholder")
-    kept = [bool(n.users) for n in inputs]
-    for n in inputs:
-        if not n.users:
-            gm.graph.erase_node(n)
-    gm.recompile()
-    return gm, [[a for a, k in zip(args, kept, strict=True) if k] for args in calls]
+def as_code(gm: fx.GraphModule, found: Found, sites: int | None = None) -> str:
+    """A script that builds `gm`, the graph of `found` or a part of it, rewrites it and says what is wrong.
 
-
-def as_code(gm: fx.GraphModule, calls: Calls) -> str:
-    """A script that builds the graph, rewrites it and says what is wrong. Shapes are those of `calls`."""
+    It runs on the values that the recipe draws. sites: how many sides must be rewritten; None: any number.
+    """
     body = gm.graph.python_code("self").src.strip().replace("def forward(self, ", "def forward(")
-    inputs = [
-        f"({tuple(a.shape)}, {a.stride()}, {a.dtype})" if isinstance(a, torch.Tensor) else repr(a) for a in calls[0]
-    ]
-    fused = [i for i, n in enumerate(gm.graph.nodes) if is_fused(n)]
-    head = "import torch\nfrom torch import device, inf, nan\n\nfrom tests.fuzz.replay import check\n\n\n"
-    return f"{head}{body}\n\n\ncheck(forward, [{', '.join(inputs)}], fused={fused})\n"
+    inputs = [n.meta.get("whole", n.name) for n in gm.graph.find_nodes(op="placeholder")]
+    origins = {i: op for i, n in enumerate(gm.graph.nodes) if (op := _origin(n))}
+    graph = (found.seed, found.edits, found.mutations)
+    return f"""import torch
+from torch import device, inf, nan
+
+from tests.fuzz.recipe import Recipe, Side
+from tests.fuzz.replay import check
+
+
+{body}
+
+
+check(forward, {found.recipe}, {graph=}, {inputs=}, {origins=}, {sites=})
+"""
+
+
+def _origin(n: Node) -> str:
+    """What the rule reads from the metadata: the op of torch that n is a part of, if it is one of these."""
+    if is_fused(n):
+        return "aten._fused_rms_norm.default"
+    return "aten.addcmul.default" if in_addcmul(n) else ""
 
 
 def report(found: Found) -> str:
@@ -163,15 +167,14 @@ def report(found: Found) -> str:
     text = f"{found}\nminimised:\n{small}\n"
     legal = Legal(small.recipe)
     made = legal.graph(small.seed, small.edits, small.mutations)
-    if made is None or small.recipe.dynamic:
+    if made is None:
         return text
-    gm, calls = made[0], legal.calls
+    if not small.mutations:
+        return text + as_code(made[0], small, small.recipe.sites)
 
     def fails(g: fx.GraphModule, c: Calls) -> bool:
         wants = run(g, c)
         verdict = judge(g, c, wants) if wants else None
         return verdict is not None and verdict.why is not None and kind(verdict.why) == kind(small.why)
 
-    if small.mutations:
-        gm, calls = smaller_graph(gm, calls, fails)
-    return text + as_code(gm, calls)
+    return text + as_code(smaller_graph(made[0], legal.calls, fails)[0], small)

@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .judge import judge, run
+from .judge import Legal, judge, node_values, run
 from .near_miss import propagate
+from .recipe import Recipe
 
 
-def check(forward: Callable[..., Any], inputs: Sequence[Any], fused: Sequence[int] = ()) -> None:
-    """Rewrites the graph of `forward` and prints what is wrong with it, if anything.
+def check(
+    forward: Callable[..., Any],
+    recipe: Recipe,
+    graph: tuple[int, int, int],
+    inputs: Sequence[str],
+    origins: Mapping[int, str],
+    sites: int | None = None,
+) -> None:
+    """Rewrites `forward`, prints its graph and what is wrong with it, if anything; exits with 1 then.
 
-    inputs: (shape, strides, dtype) of a tensor, or a number. fused: the nodes that a call of torch.rms_norm became.
+    forward: the graph of the recipe with `graph` = (seed, edits, mutations), or a part of it.
+    inputs:  what it is called with: nodes of the whole graph, by name. That runs on what the recipe draws
+             (tests/draws.py), with its symbols where it is dynamic.
+    origins: {number of a node of `forward`: the op of torch that it is a part of}.
+    sites:   how many sides must be rewritten; None: any number.
     """
+    legal = Legal(recipe)
+    made = legal.graph(*graph)
+    assert made is not None, "the recipe makes no such graph any more"
+    whole, values = {n.name: n for n in made[0].graph.nodes}, node_values(made[0], legal.calls)
     gm = fx.symbolic_trace(forward)
-    torch.manual_seed(0)
-    args = []
-    for spec in inputs:
-        if isinstance(spec, tuple):
-            shape, strides, dtype = spec
-            spec = torch.randn(_span(shape, strides)).to(dtype).as_strided(shape, strides)
-        args.append(spec)
-    mode = FakeTensorMode()
-    for n, value in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
-        n.meta["val"] = mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+    for n, name in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        n.meta["val"] = whole[name].meta["val"]
     nodes = list(gm.graph.nodes)
-    for i in fused:
-        nodes[i].meta["original_aten"] = torch.ops.aten._fused_rms_norm.default
+    for i, op in origins.items():
+        nodes[i].meta["original_aten"] = op
     propagate(gm, set(nodes))
-    calls = [args]
+    calls = [[of_call[name] for name in inputs] for of_call in values]
     wants = run(gm, calls)
     assert wants is not None, "the graph does not run"
-    verdict = judge(gm, calls, wants)
+    verdict = judge(gm, calls, wants, sites, recipe.contract)
     print(gm.graph)
     print(f"{verdict.sides} sides rewritten; {verdict.why or 'nothing is wrong'}")
-
-
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if verdict.why:
+        raise SystemExit(1)
