@@ -8,6 +8,7 @@ in that order, but for spacing; "..." stands for anything. A comment before a bl
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import linecache
 import os
@@ -133,23 +134,70 @@ def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_rule_pages_are_made_from_the_rules():
+@pytest.fixture(scope="module")
+def rule_pages():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
+    sys.modules["generate"] = generate  # its dataclass looks its module up
     spec.loader.exec_module(generate)
+    return generate.pages()
+
+
+def test_the_rule_pages_are_made_from_the_rules(rule_pages):
     from ltx_inductor.config import RULES
     from ltx_inductor.contract import CONTRACTS
 
-    pages = generate.pages()
-    assert set(pages) == {f"{rule}.md" for rule in RULES}
-    rope = pages["rmsnorm_split_rope.md"]
+    assert set(rule_pages) == {f"{rule}.md" for rule in RULES}
+    rope, neighborhood = (rule_pages[f"{rule}.md"] for rule in RULES[:2])
     assert all(f"| `{name}` |" in rope for name in CONTRACTS)
+    assert all(f"| `{name}` |" in neighborhood for name in ("fast", "exact"))
     assert "is written out by hand, so eager adds up its squares" in rope
+    assert ": interleaved RoPE, where neighbours are rotated together" in rope
     assert "no kernel for head\\_dim" in rope
-    assert "NVIDIA H200" in rope
-    for rule, text in pages.items():
-        assert text.count("\n* ") > 10, rule
+    assert "no neighborhood-attention kernel for compute capability" in neighborhood
+    assert "no neighborhood-attention kernel with NATTEN's bits for window" in neighborhood
+    for text in rule_pages.values():
         assert "ltx_inductor::" in text
+        assert "NVIDIA H200" in text
+        assert "no CUDA compiler was found" in text
+
+
+def test_a_rule_page_has_no_empty_section(rule_pages):
+    for name, text in rule_pages.items():
+        for section in re.split(r"^## ", text, flags=re.M)[1:]:
+            title, *lines = filter(None, section.splitlines())
+            assert lines, f"{name}: nothing under {title!r}"
+            assert not lines[-1].endswith(":"), f"{name}: nothing follows {lines[-1]!r}"
+        assert {"Contracts", "How it is known to be right"} <= set(re.findall(r"^## (.*)$", text, re.M)), name
+
+
+def test_a_rule_page_has_the_sentences_of_its_rule_only(rule_pages):
+    """Modules that rules share, such as legality, have sentences of one rule only too."""
+    refusals = {name: text.split("## How each refusal reads")[1].split("## ")[0] for name, text in rule_pages.items()}
+    rope, neighborhood = refusals["rmsnorm_split_rope.md"], refusals["neighborhood_attention.md"]
+    for words in ("rotat", "norm of", "norm's", "symbolic axis", "addcmul"):
+        assert words in rope
+        assert words not in neighborhood.replace("before the norm or the rotation", "")
+    for words in ("na3d", "the mask"):
+        assert words in neighborhood
+        assert words not in rope
+
+
+def test_every_refusal_of_the_package_is_on_a_rule_page(rule_pages):
+    said = " ".join(rule_pages.values()).replace("\\", "").replace("&lt;", "<")
+    where = {"Refuse": 0, "BadLeaf": 0, "Refusal": 1, "NotANorm": 1}
+    count = 0
+    for path in (ROOT / "ltx_inductor").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            argument = node.args[where.get(getattr(node.func, "id", ""), len(node.args)) :][:1]
+            for part in ast.walk(argument[0]) if argument else ():
+                words = " ".join(str(getattr(part, "value", "")).split())
+                if isinstance(part, ast.Constant) and " " in words:
+                    assert words in said, f"{path.name}:{node.lineno}: {words!r} is on no page"
+                    count += 1
+    assert count > 200
 
 
 def test_links_of_the_readme_lead_somewhere():
