@@ -34,6 +34,7 @@ from ltx_inductor.rewrite.needs import NeighborhoodNeed
 from ltx_inductor.rewrite.neighborhood import RULE
 from ltx_inductor.rewrite.report import Refusal
 from ltx_inductor.rewrite.rule import on_the_cpu
+from ltx_inductor.rewrite.source import Origin, module_path, short_path
 
 log = logging.getLogger("ltx_inductor")
 _MODULE = "natten.functional"
@@ -120,9 +121,12 @@ def _taken(fn: Any, tx: Any, args: Any, kwargs: Any) -> _Call | None:
             return None
         return _read(fn, args, kwargs, asked)
     except Refuse as why:
-        source = _source()
-        if source:  # else it is natten's own frame, traced after the graph broke at the user's call, which was told
-            session.tell(Refusal(RULE, why.reason, source, fn.__name__, why.expected, why.found, why.hint))
+        where = _origin(tx)
+        if (
+            where.source
+        ):  # else it is natten's own frame, traced after the graph broke at the user's call, which was told
+            facts = {"node": fn.__name__, "expected": why.expected, "found": why.found, "hint": why.hint}
+            session.tell(Refusal(RULE, why.reason, **facts, **vars(where)))
     except Exception as error:  # the user's compile goes on as if we were not there
         log.warning("a call of natten.%s could not be read", fn.__name__, exc_info=error)
     return None
@@ -260,11 +264,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, asked: Compile) -> None:
         raise on_the_cpu()
 
 
-def _source() -> str:
-    """ "file.py:123" of the line that calls, innermost outside torch and natten."""
+def _origin(tx: Any) -> Origin:
+    """Of the line that calls, innermost outside torch and natten. tx: Dynamo's, which knows the modules."""
     file = getattr(sys.modules.get("natten"), "__file__", None)
     inside = (_TORCH, os.path.dirname(file) + os.sep) if file else (_TORCH,)
     for frame in reversed(torch._guards.TracingContext.extract_stack()):
         if not frame.filename.startswith(inside):
-            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    return ""
+            source = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+            return Origin(source, short_path(frame.filename), frame.line or "", module_path(tx.nn_module_stack))
+    return Origin()

@@ -165,7 +165,10 @@ def tell(refusal: Refusal) -> None:
     """From tracing: something was left alone before there was a graph. Dynamo traces twice; it is told once."""
     key = _compiled_callable()
     with _lock:
-        if not any(k is key and (r.reason, r.source) == (refusal.reason, refusal.source) for k, r in _told):
+        if not any(
+            k is key and (r.reason, r.path, r.source) == (refusal.reason, refusal.path, refusal.source)
+            for k, r in _told
+        ):
             _told.append((key, refusal))
             del _told[:-_KEPT_TOLD]
 

@@ -32,7 +32,7 @@ from ltx_inductor.rewrite.neighborhood import Miss, NeighborhoodCall, bound_argu
 from ltx_inductor.rewrite.replace import Writer, form_of, remove_dead, same_form, take_place
 from ltx_inductor.rewrite.report import Site
 from ltx_inductor.rewrite.rule import Job, on_the_cpu
-from ltx_inductor.rewrite.source import source_line
+from ltx_inductor.rewrite.source import origin, source_line
 from ltx_inductor.rewrite.view import GraphView
 
 _WHAT = "the attention"
@@ -82,10 +82,10 @@ class _Rewriter:
         self._replaced: dict[Node, Node] = {}
 
     def rewrite(self, call: NeighborhoodCall) -> None:
-        job, at, source = self._job, self._view.order[call.result], source_line(call.call)
+        job, at, where = self._job, self._view.order[call.result], origin(call.call)
         shapes, contract = _shapes(call), "exact" if job.config.exact else "fast"
         inputs = [self._now(n) for n in (call.q, call.k, call.v)]
-        alike = (source, *shapes.values(), contract, call.form)
+        alike = (where.path, where.source, *shapes.values(), contract, call.form)
         mark = self._writer.mark()
         try:
             _check(self._view, call, job.config)
@@ -112,18 +112,18 @@ class _Rewriter:
             "ltx_inductor::na3d",
             None,
             None,
-            source,
-            shapes,
-            contract,
-            call.result.name,
+            shapes=shapes,
+            contract=contract,
+            node=call.result.name,
             drawing=self._drawings.after(alike, drawn, op),
             proof=proof,
             form=call.form,
+            **vars(where),
         )
         job.site(at, site)
         remove_dead(job.graph, [call.result], self._pending)
         if job.pictures and before:
-            job.pictures.after(before, f"{RULE} {source}")
+            job.pictures.after(before, f"{RULE} {where.source}")
 
     def finish(self) -> None:
         remove_dead(self._job.graph, list(self._replaced), set())

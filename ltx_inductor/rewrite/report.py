@@ -40,6 +40,7 @@ class Site:
     bytes:    what the op at least has to move for this side (operands and result once); None for dynamic sizes.
     proof:    how it is known that the op is right here, as a sentence; "" where nobody was asked.
     form:     how the graph spelled a call, such as "natten::hopper_na3d_forward"; "" for a side.
+    path, code, module: what tells places of one `source` apart, see `ltx_inductor.rewrite.source.Origin`.
     """
 
     rule: str
@@ -55,10 +56,14 @@ class Site:
     bytes: int | None = None
     proof: str = ""
     form: str = ""
+    path: str = ""
+    code: str = ""
+    module: str = ""
 
     def __str__(self) -> str:
         side = self.form or (f"{self.side} side" if self.side else "one side")
         pair = f", pair {self.pair}" if self.pair is not None else ""
+        pair += f", {self.module}" if self.module else ""
         shapes = " ".join(f"{k}={v}" for k, v in self.shapes.items())
         return (
             f"{self.source or '<no source line>'}  {self.rule} ({side}{pair})  {self.contract}  {shapes}  -> {self.op}"
@@ -70,7 +75,7 @@ class Refusal:
     """A near-match that was left alone: the reason as a sentence, and what to change.
 
     certain: it is what the rule is about: a normalised value that is rotated, a call of neighborhood attention. False:
-    it only looks like one, which `strict` does not mind.
+    it only looks like one, which `strict` does not mind. path, code, module: as of a Site.
     """
 
     rule: str
@@ -82,10 +87,13 @@ class Refusal:
     hint: str = ""
     graph: int = 0
     certain: bool = True
+    path: str = ""
+    code: str = ""
+    module: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.source or '<no source line>'}  {self.rule} not rewritten: {self.reason}"]
-        for name in ("found", "expected", "hint"):
+        for name in ("module", "found", "expected", "hint"):
             text = getattr(self, name)
             if text:
                 lines.append(f"      {name + ':':<10}{text}")

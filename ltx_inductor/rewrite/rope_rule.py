@@ -13,7 +13,7 @@ from ltx_inductor.rewrite.replace import Replacer
 from ltx_inductor.rewrite.report import Refusal, Site
 from ltx_inductor.rewrite.rule import Job, on_the_cpu
 from ltx_inductor.rewrite.search import search
-from ltx_inductor.rewrite.source import source_line
+from ltx_inductor.rewrite.source import origin
 from ltx_inductor.rewrite.sweep import uncovered_rotations
 from ltx_inductor.rewrite.traffic import bytes_of, total
 from ltx_inductor.rewrite.view import GraphView
@@ -48,8 +48,8 @@ def run(job: Job) -> None:
     pairs = 0
     drawings = Drawings(job.graph, view.order, len(job.report.drawings))
     for launch in launches:
-        described = [(s, _shapes(s), source_line(s.side.statistic.rstd)) for s in launch.sides]
-        alike = tuple((source, *shapes.values(), s.side.contract.name) for s, shapes, source in described)
+        described = [(s, _shapes(s), origin(s.side.statistic.rstd)) for s in launch.sides]
+        alike = tuple((o.path, o.source, *shapes.values(), s.side.contract.name) for s, shapes, o in described)
         sizes = traffic(launch)
         try:
             proof = job.ask(_needs(launch), total(sizes))
@@ -66,23 +66,23 @@ def run(job: Job) -> None:
         if len(launch.sides) == 2:
             number, pairs = pairs, pairs + 1
         name = str(op.target).removesuffix(".default").replace(".", "::")
-        for (s, shapes, source), role, size in zip(described, launch.roles, sizes, strict=True):
+        for (s, shapes, where), role, size in zip(described, launch.roles, sizes, strict=True):
             site = Site(
                 RULE,
                 name,
                 role,
                 number,
-                source,
-                shapes,
-                s.side.contract.name,
-                s.side.result.name,
+                shapes=shapes,
+                contract=s.side.contract.name,
+                node=s.side.result.name,
                 drawing=drawing,
                 bytes=size,
                 proof=proof,
+                **vars(where),
             )
             job.site(view.order[s.side.result], site)
         if job.pictures and before:
-            job.pictures.after(before, f"{RULE} {described[0][2]}")
+            job.pictures.after(before, f"{RULE} {described[0][2].source}")
     replacer.finish()
     job.graph.lint()
     job.report.drawings += drawings.done

@@ -14,7 +14,7 @@ from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.needs import Kernels, Need, NoKernels
 from ltx_inductor.rewrite.pictures import Pictures
 from ltx_inductor.rewrite.report import GraphReport, Refusal, Site
-from ltx_inductor.rewrite.source import source_line
+from ltx_inductor.rewrite.source import origin
 
 
 @dataclass
@@ -46,12 +46,12 @@ class Job:
         refusal = Refusal(
             self.rule,
             why.reason,
-            source=source_line(node),
             node=node.name,
             expected=why.expected,
             found=why.found,
             hint=why.hint,
             certain=certain,
+            **vars(origin(node)),
         )
         self._refusals.append((at, refusal))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ _LAUNCH_BOUND = 10e6  # bytes
 # benchmarks/results/fna-h200.json and fna-exact-h200.json.
 NATTEN = 31.5e12
 SCHEDULES = {"fast": 240e12, "exact": 85e12}
+_NUMBER = r"\b\d+\b"
 _NOUNS = {"rmsnorm_axial_rope": "axial side", "rmsnorm_split_rope": "side", "neighborhood_attention": "call"}
 
 
@@ -37,6 +39,21 @@ class Group:
     def sources(self) -> list[str]:
         """The lines that start the chains, each once."""
         return list(dict.fromkeys(s["source"] or "<no source line>" for s in self.sites))
+
+    @property
+    def paths(self) -> list[str]:
+        """The files of those lines, each once."""
+        return list(dict.fromkeys(path(s) for s in self.sites))
+
+    @property
+    def code(self) -> list[str]:
+        """The text of those lines, each once."""
+        return list(dict.fromkeys(s["code"] for s in self.sites if s["code"]))
+
+    @property
+    def modules(self) -> str:
+        """Those they are part of, such as "blocks.0-47.attn1"; "" where the graph does not know them."""
+        return _modules(self.sites)
 
     @property
     def sides(self) -> str:
@@ -112,19 +129,20 @@ def groups(report: Mapping[str, Any]) -> list[Group]:
             number = site.get("drawing")
             drawing = graph["drawings"][number] if number is not None else None
             # alike in two graphs (a recompile, a repeated block) is alike
-            alike = (site["rule"], site["op"], drawing["diff"] if drawing else (site["graph"], site["pair"], i))
+            where = tuple(dict.fromkeys(path(s) for s in graph["sites"] if drawing and s["drawing"] == number))
+            alike = (site["rule"], site["op"], where, drawing["diff"] if drawing else (site["graph"], site["pair"], i))
             found.setdefault(alike, Group([], drawing)).sites.append(site)
     return list(found.values())
 
 
 def refusals(report: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
-    """(refusal, how often it is there), those that say the same of the same line together."""
-    found: dict[Any, tuple[Mapping[str, Any], int]] = {}
+    """(refusal, how often it is there), those that say the same of the same line together, with all their modules."""
+    found: dict[Any, list[Mapping[str, Any]]] = {}
     for graph in report["graphs"]:
         for r in graph["refusals"]:
-            alike = tuple(r[k] for k in ("rule", "source", "reason", "expected", "found", "hint", "certain"))
-            found[alike] = (found[alike][0] if alike in found else r, found.get(alike, (r, 0))[1] + 1)
-    return list(found.values())
+            keys = ("rule", "path", "source", "reason", "expected", "found", "hint", "certain")
+            found.setdefault(tuple(r[k] for k in keys), []).append(r)
+    return [({**alike[0], "module": _modules(alike)}, len(alike)) for alike in found.values()]
 
 
 def summary(report: Mapping[str, Any]) -> dict[str, str]:
@@ -142,6 +160,32 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
     if report["kernel_ms"] >= 1:
         shown["ms for kernels"] = f"{report['kernel_ms']:.0f}"
     return shown
+
+
+def path(found: Mapping[str, Any]) -> str:
+    """The file of a site or refusal; its base name in a report of an older version."""
+    return str(found["path"] or found["source"].rpartition(":")[0])
+
+
+def _modules(sites: Iterable[Mapping[str, Any]]) -> str:
+    """Their modules; those that differ in numbers only are one: a.0.x, a.1.x and a.2.x are a.0-2.x."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name in dict.fromkeys(s["module"] for s in sites if s["module"]):
+        numbers = tuple(int(n) for n in re.findall(_NUMBER, name))
+        found.setdefault(re.sub(_NUMBER, "{}", name), []).append(numbers)
+    shown = []
+    for template, many in found.items():
+        columns = [sorted(set(c)) for c in zip(*many, strict=True)]
+        spans = [tuple(map(_span, columns))] if math.prod(map(len, columns)) == len(many) else many
+        shown += [template.format(*s) for s in spans]
+    return ", ".join(shown)
+
+
+def _span(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if last - first >= len(numbers):
+        return f"[{','.join(map(str, numbers))}]"
+    return f"{first}-{last}" if first < last else str(first)
 
 
 def _size(size: float) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from ltx_inductor.views.groups import Group, groups, refusals, summary
+from ltx_inductor.views.groups import Group, groups, path, refusals, summary
 from ltx_inductor.views.svg import draw
 
 _POLICY = (
@@ -45,7 +45,7 @@ def _asset(name: str) -> str:
 def _bar(report: Mapping[str, Any]) -> str:
     found = [x for g in report["graphs"] for x in (*g["sites"], *g["refusals"])]
     rules = sorted({x["rule"] for x in found})
-    files = sorted({_file(x["source"]) for x in found} - {""})
+    files = sorted({path(x) for x in found} - {""})
     kinds = ["rewritten", "left alone"]
     return (
         '<div class="bar"><form role="search">'
@@ -66,9 +66,9 @@ def _section(title: str, cards: list[str], nothing: str) -> str:
     return f"<section><h2>{title}</h2>{''.join(cards) or f'<p class=soft>{nothing}</p>'}</section>"
 
 
-def _card(kind: str, rule: str, sources: Iterable[str], text: Iterable[str], inner: str) -> str:
-    files = "|".join(dict.fromkeys(_file(s) for s in sources))
-    searched = " ".join((kind, rule, *sources, *text)).lower()
+def _card(kind: str, rule: str, paths: Iterable[str], text: Iterable[str], inner: str) -> str:
+    files = "|".join(paths)
+    searched = " ".join((kind, rule, *paths, *text)).lower()
     return (
         f'<article class="card" data-kind="{kind}" data-rule="{escape(rule)}" data-file="{escape(files)}" '
         f'data-text="{escape(searched)}">{inner}</article>'
@@ -80,6 +80,9 @@ def _site(group: Group, number: int) -> str:
     n, sides = group.launches, f", {len(group.sites)} sides" * (first["rule"] == "rmsnorm_split_rope")
     times = f' <span class="tag">{n} launch{"es" * (n != 1)}{sides}</span>'
     facts = {
+        "module": f"<code>{escape(group.modules)}</code>" if group.modules else "",
+        "file": f"<code>{escape(', '.join(group.paths))}</code>",
+        "code": "<br>".join(f"<code>{escape(line)}</code>" for line in group.code),
         "rule": f"<code>{escape(first['rule'])}</code>",
         "op": f"<code>{escape(first['op'])}</code>",
         "of" if first["form"] else "sides": escape(group.sides),
@@ -97,9 +100,10 @@ def _site(group: Group, number: int) -> str:
         f'<h3 class="mono">{escape(", ".join(group.sources))}</h3><p><span class="tag good">rewritten</span>{times}</p>'
     )
     drawn = _drawing(group.drawing, number) if group.drawing else ""
-    text = [first["op"], first["contract"], *(s["node"] for s in group.sites)]
+    text = [*group.sources, first["op"], first["contract"], *group.code]
+    text += [s[k] for s in group.sites for k in ("node", "module")]
     text += [f"{k}={v}" for s in group.sites for k, v in s["shapes"].items()]
-    return _card("rewritten", first["rule"], group.sources, text, f"{head}<dl>{listed}</dl>{drawn}")
+    return _card("rewritten", first["rule"], group.paths, text, f"{head}<dl>{listed}</dl>{drawn}")
 
 
 def _nodes(group: Group) -> str:
@@ -138,11 +142,8 @@ def _refusal(r: Mapping[str, Any], times: int) -> str:
         tags += '<span class="tag">only looks like one</span>'
     if times > 1:
         tags += f'<span class="tag">{times} times</span>'
-    facts = {k: r[k] for k in ("rule", "node", "found", "expected", "hint") if r[k]}
+    facts = {"file": path(r)} | {k: r[k] for k in ("module", "code", "rule", "node", "found", "expected", "hint")}
+    facts = {k: v for k, v in facts.items() if v}
     listed = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
     inner = f'<h3 class="mono">{escape(source)}</h3><p>{tags}</p><p>{escape(r["reason"])}</p><dl>{listed}</dl>'
-    return _card("left alone", r["rule"], [r["source"]], [r["reason"], *facts.values()], inner)
-
-
-def _file(source: str) -> str:
-    return source.rpartition(":")[0]
+    return _card("left alone", r["rule"], [path(r)], [source, r["reason"], *facts.values()], inner)

@@ -55,7 +55,7 @@ def _site(group: grouped.Group, diffs: bool) -> Iterator[ConsoleRenderable | Ric
     yield Text.assemble(
         ("ok ", "green"), (", ".join(group.sources), "bold"), f"  {group.sides}, {n} launch{'es' * (n != 1)}"
     )
-    facts = {"rule": first["rule"], "op": first["op"], "contract": first["contract"]}
+    facts = {"module": group.modules, "rule": first["rule"], "op": first["op"], "contract": first["contract"]}
     for side, shapes in group.shapes:
         facts[f"shapes {side}".strip()] = " ".join(f"{k}={v}" for k, v in shapes.items())
     facts |= {"proof": group.proof, "saving": group.saving}
@@ -71,7 +71,7 @@ def _refusal(r: Mapping[str, Any], times: int) -> Iterator[ConsoleRenderable | R
     sure = "" if r["certain"] else "  only looks like one"
     yield Text.assemble(("-  ", "yellow"), (r["source"] or "<no source line>", "bold"), f"  left alone{sure}{often}")
     yield Padding(Text(r["reason"], "yellow"), (0, 0, 0, 3))
-    yield _facts({k: r[k] for k in ("rule", "found", "expected", "hint")})
+    yield _facts({k: r[k] for k in ("module", "rule", "found", "expected", "hint")})
 
 
 def _facts(facts: Mapping[str, str]) -> Padding:
