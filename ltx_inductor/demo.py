@@ -82,7 +82,7 @@ def _diffusers() -> Any:
     try:
         return importlib.import_module("diffusers.models.transformers.transformer_ltx2")
     except ImportError as error:
-        raise MissingPackageError(f"the demo needs diffusers: pip install 'ltx_inductor[demo]' ({error})") from error
+        raise MissingPackageError(f"the demo needs diffusers: pip install diffusers==0.42.1 numpy ({error})") from error
 
 
 def _model(ltx2: Any) -> Any:

@@ -10,18 +10,24 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ltx_inductor import __version__
+from ltx_inductor.config import RULES
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _TVM_FFI = "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"
+_TILELANG = "pip install tilelang==0.1.15"
+_NATTEN = "pip install natten==0.21.7"
+_DEMO = "pip install diffusers==0.42.1 numpy"
+# natten takes seconds to import and registers ops: it is asked in a process of its own
+_ASK_NATTEN = "import natten; print(natten.HAS_LIBNATTEN)"
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Finding:
 
 
 def examine(console: Console, as_json: bool = False) -> int:
-    """Prints the findings. 1 if something vital is missing, else 0."""
+    """Prints the findings. 1 if something vital is missing, such as every kernel for the GPU that is here; else 0."""
     findings = list(find())
     status = int(any(f.vital and not f.ok for f in findings))
     if as_json:
@@ -66,12 +72,13 @@ def find() -> Iterator[Finding]:
     yield _backend()
     yield _autoload()
     yield _gpu()
+    yield from _rules()
     yield from _build_tools()
     yield _kernel_cache()
     yield _proofs()
-    yield _package("tilelang", "no exact neighborhood attention", "pip install 'ltx_inductor[tilelang]'")
+    yield _package("tilelang", "no exact neighborhood attention", _TILELANG)
     yield from _natten()
-    yield _package("diffusers", "no demo", "pip install 'ltx_inductor[demo]'")
+    yield _package("diffusers", "no demo", _DEMO)
 
 
 def _torch() -> Finding:
@@ -115,6 +122,29 @@ def _gpu() -> Finding:
         major, minor = torch.cuda.get_device_capability(i)
         found.append(f"{torch.cuda.get_device_name(i)} (sm_{major}{minor})")
     return Finding("GPU", ", ".join(found))
+
+
+def _rules() -> Iterator[Finding]:
+    """What runs here, rule by rule. Vital where there is a GPU and nothing runs on any."""
+    from ltx_inductor import readiness
+    from ltx_inductor.kernels.build import toolchain
+
+    gpus, tools = readiness.gpus(), toolchain()
+    reasons = {
+        (rule, arch): readiness.unsupported(rule, i) or readiness.missing(rule, arch, tools)
+        for rule in RULES
+        for arch, (i, _) in gpus.items()
+    }
+    nothing = bool(reasons) and all(reasons.values())
+    for rule in RULES:
+        if not gpus:
+            yield Finding(rule, "no GPU to run on", "its sites are left as they are here")
+            continue
+        names = {arch: f"sm_{arch[0]}{arch[1]}" for arch in gpus}
+        runs = [name for arch, name in names.items() if not reasons[rule, arch]]
+        costs = [f"{name}: {reasons[rule, arch]}" for arch, name in names.items() if reasons[rule, arch]]
+        found = f"runs on {', '.join(runs)}" if runs else "runs on no GPU here"
+        yield Finding(rule, found, "; ".join(costs), vital=nothing)
 
 
 def _build_tools() -> Iterator[Finding]:
@@ -179,17 +209,19 @@ def _proved(record: dict[str, Any]) -> str:
 
 def _natten() -> Iterator[Finding]:
     cost = "models that call NATTEN run their own fallback"
-    package = _package("natten", cost, "pip install 'ltx_inductor[natten]'")
-    yield package
+    package = _package("natten", cost, _NATTEN)
     if not package.ok:
+        yield package
         return
-    # natten takes seconds to import and registers ops: in a process of its own
-    code = "import natten; print(natten.HAS_LIBNATTEN)"
     try:
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        has = run.stdout.strip().endswith("True")
-    except (OSError, subprocess.TimeoutExpired):
-        has = False
+        run = subprocess.run([sys.executable, "-c", _ASK_NATTEN], capture_output=True, text=True, timeout=60)
+        has, said = run.stdout.strip().endswith("True"), run.stderr if run.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        has, said = False, str(error)
+    if said:
+        yield replace(package, cost=f"it cannot be imported: {_error(said)}; {cost}", do=f"install it anew: {_NATTEN}")
+        return
+    yield package
     do = "install natten's wheel for your torch and CUDA, see natten.org/install"
     without = "NATTEN itself runs on FlexAttention; our kernels do not need libnatten"
     yield Finding("libnatten", "there" if has else "none", "" if has else without, "" if has else do)
@@ -198,4 +230,14 @@ def _natten() -> Iterator[Finding]:
 def _package(name: str, cost: str, do: str) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, "none", cost, do)
-    return Finding(name, importlib.metadata.version(name))
+    try:
+        return Finding(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:  # such as a source tree on PYTHONPATH
+        return Finding(name, "there, of unknown version")
+
+
+def _error(stderr: str) -> str:
+    """The first line of the exception that a traceback ends with: behind the last line that is indented."""
+    lines = stderr.strip().splitlines() or ["no message"]
+    last = max((i for i, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    return lines[min(last + 1, len(lines) - 1)]
