@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import linecache
 import os
 import re
@@ -203,3 +204,19 @@ def test_every_refusal_of_the_package_is_on_a_rule_page(rule_pages):
 def test_links_of_the_readme_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
         assert "://" in target or (ROOT / target).exists(), target
+
+
+def test_the_readme_says_how_the_decoder_was_measured():
+    text = " ".join(
+        (ROOT / "README.md").read_text().split("**The LTX-2.5 diffusion decoder**")[1].split("\n| ")[0].split()
+    )
+    videos = {}
+    for name in ("decoder-h200", "decoder-1080p-h200"):
+        data = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        assert f"16,384 tokens; here, for all three alike, they have {data['swiglu_tile']:,}" in text
+        videos |= {(r["frames"], r["height"]): r["stage_5"] for r in data["rows"]}
+    samples = {video: set(stage["samples"].values()) for video, stage in videos.items()}
+    assert samples == {(33, 256): {20}, (121, 512): {2}, (121, 1088): {2}}
+    assert "33 frames are medians of 20 samples, both columns of 121 frames medians of 2." in text
+    (error,) = (stage["error_to_fp32"] for stage in videos.values() if "error_to_fp32" in stage)
+    assert f"measured at 33 frames only: {error['ltx']:.2e} both".replace("e-03", "e-3") in text
