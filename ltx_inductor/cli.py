@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     build.set_defaults(run=_build)
 
     bench = commands.add_parser("bench", help="the benchmark tables, again, on this machine")
-    bench.add_argument("tables", nargs="*", metavar="TABLE", help="pass_cost, rope, host, fna, block (default: all)")
+    bench.add_argument("tables", nargs="*", metavar="TABLE", help="such as rope or decoder (default: all)")
     bench.add_argument("--quick", action="store_true", help="a few rows only")
     bench.add_argument(
         "--out", type=Path, default=Path("ltx-bench"), metavar="FOLDER", help="for the JSON and the plots"
@@ -181,11 +181,11 @@ def _bench(console: Console, arguments: argparse.Namespace) -> int:
     else:
         for table in tables(found):
             console.print(table)
-        for name, why in found["skipped"].items():
-            console.print(f"{name}: {why}")
+        for name, why in (found["skipped"] | found["failed"]).items():
+            console.print(_plain(f"{name}: {why}"))
         if found["measured"]:
             console.print(_plain(f"JSON and plots: {arguments.out}"))
-    return int(not found["measured"])
+    return int(bool(found["failed"]) or not found["measured"])
 
 
 def _replay(console: Console, arguments: argparse.Namespace) -> int:

@@ -62,13 +62,13 @@ def test_a_gpu_that_some_rules_have_no_kernel_for(machine, arch):
     assert status == 0
     assert lines[ROPE].ok
     assert lines[NEIGHBORHOOD].found == "runs on no GPU here"
-    assert f"compute capability {arch[0]}.{arch[1]}; expected 9.0" in lines[NEIGHBORHOOD].cost
+    assert f"compute capability {arch[0]}.{arch[1]}" in lines[NEIGHBORHOOD].cost
 
 
 def test_a_gpu_that_no_rule_has_a_kernel_for(machine):
     status, lines = machine((7, 5))
     assert status == 1
-    assert "compute capability 7.5; expected 8.0 to 12.x" in lines[ROPE].cost
+    assert "compute capability 7.5" in lines[ROPE].cost
     assert all(lines[rule].vital for rule in RULES)
     status, lines = machine((7, 5), (9, 0))
     assert (status, lines[ROPE].found) == (0, "runs on sm_90")
