@@ -2,8 +2,10 @@
 
 python blocks share one namespace per page; with title="x.py" they are written to that file instead (and with
 replaces="text" put in place of a part of it). console blocks: the lines after a "$ command" have to be in its output,
-in that order, but for spacing; "..." stands for anything. A comment before a block says why it is not run
-(`<!-- not run: reason -->`) or that it needs a GPU (`<!-- gpu -->`). Everything runs but code generation.
+in that order, but for spacing; "..." stands for anything. A command whose output shows a failure has to exit with 1,
+all others with 0. A comment before a block says why it is not run (`<!-- not run: reason -->`) or that it needs a GPU
+(`<!-- gpu -->`). Everything runs but code generation. sh blocks install, build or take minutes: of them `doctor` is
+run, the arguments of our other commands are parsed, and targets of make have to be there.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ NEEDS = {"integrations": ("diffusers", "ltx_core")}
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<kind>\w*) *(?P<facts>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S
 )
-TEXT_ONLY = {"", "text", "sh", "diff", "json", "toml"}
+TEXT_ONLY = {"", "text", "diff", "json", "toml"}
+FAILURE = re.compile(r"\b[1-9]\d* (?:failed|lost)\b|^expected \d+ ", re.M)  # of tests, of a diff, of explain --expect
 
 
 @dataclass
@@ -93,6 +96,8 @@ def test_page(path, monkeypatch, capsys):
             exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
         elif block.kind == "console":
             console(block, capsys)
+        elif block.kind == "sh":
+            shell(block)
         else:
             assert block.kind in TEXT_ONLY, f"{path.name}:{block.line}: a block of kind {block.kind!r} is not run"
 
@@ -111,10 +116,11 @@ def write(block: Block) -> None:
 def console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
         command, _, expected = part.partition("\n")
-        said = " ".join(run(command, capsys).split())
-        at = 0
+        status, said = run(command, capsys)
+        said, at = " ".join(said.split()), 0
+        assert status == bool(FAILURE.search(expected)), f"exit status {status} of {command}:\n{said}"
         for line in expected.splitlines():
-            wanted = " ".join(line.split())
+            wanted = " ".join(line.split()).removesuffix(" ...")
             if wanted in ("...", ""):
                 continue
             found = said.find(wanted, at)
@@ -122,17 +128,47 @@ def console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
             at = found + len(wanted)
 
 
-def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """(exit status, what it says; without stdout where that goes "> into" a file)."""
     words = shlex.split(command, comments=True)
     if words[:3] == ["python", "-m", "ltx_inductor"]:  # in this process: importing torch again takes seconds
         sys.modules.pop("my_model", None)
         capsys.readouterr()
-        cli.main(words[3:])
-        return "".join(capsys.readouterr())
+        words, into = (words[:-2], words[-1]) if words[-2] == ">" else (words, None)
+        status = cli.main(words[3:])
+        out, err = capsys.readouterr()
+        if into is None:
+            return status, out + err
+        Path(into).write_text(out)
+        return status, err
     assert words[0] == "python", command
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *words[1:]], env=env, capture_output=True, text=True)
-    return done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def shell(block: Block) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for words in filter(None, (shlex.split(line, comments=True) for line in block.text.splitlines())):
+        if words[:3] == ["python", "-m", "ltx_inductor"]:
+            cli._parser().parse_args(words[3:])  # exits where they are wrong
+            assert words[3:] != ["doctor"] or cli.main(["doctor"]) == 0
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.M), words
+        else:
+            assert words == ["pip", "install", "."]
+
+
+@pytest.mark.parametrize("text", ["python -m ltx_inductor explain --nonsense\n", "make nothing\n", "rm -rf x\n"])
+def test_a_wrong_sh_block_would_be_seen(text):
+    with pytest.raises((SystemExit, AssertionError)):
+        shell(Block("sh", text, 1, "", "", ""))
+
+
+@pytest.mark.parametrize("text", ["$ python -c 'exit(1)'\n", "$ python -c 'print(\"1 lost\")'\n1 lost\n"])
+def test_a_wrong_exit_status_would_be_seen(text, capsys):
+    with pytest.raises(AssertionError, match="exit status"):
+        console(Block("console", text, 1, "", "", ""), capsys)
 
 
 @pytest.fixture(scope="module")
