@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -149,3 +153,72 @@ def test_what_is_missing_costs_its_own_feature_only(tmp_path):
         line = next(line for line in out.splitlines() if line.startswith("missing") and name in line)
         assert what in out[out.index(line) :]
     assert "missing natten" in " ".join(out.split())
+
+
+IMPORTED_AS = {"apache-tvm-ffi": "tvm_ffi"}  # distributions whose import is called otherwise
+
+
+def declared(wheel: Path) -> dict[str, set[str]]:
+    """{extra, or "" for what every install has: what the imports of its dependencies are called}."""
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (n for n in packed.namelist() if n.endswith(".dist-info/METADATA"))
+        said = message_from_bytes(packed.read(name))
+    found: dict[str, set[str]] = {extra: set() for extra in ("", *said.get_all("Provides-Extra"))}
+    for requirement in said.get_all("Requires-Dist"):
+        name = re.match(r"[\w.-]+", requirement)[0]
+        extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
+        found[extra[1] if extra else ""].add(IMPORTED_AS.get(name, name))
+    return found
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, is it imported with the file?) for every import; those in functions and under TYPE_CHECKING are not."""
+    tree = ast.parse(path.read_text())
+    late = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((a.name, id(node) not in late) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((f"{node.module}.{a.name}", id(node) not in late) for a in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            yield str(getattr(node.args[0], "value", "ltx_inductor")), id(node) not in late
+
+
+def undeclared(files: list[Path], dependencies: dict[str, set[str]]) -> list[str]:
+    """Imports of what is no dependency, or is an extra's and not behind a function that can do without."""
+    always = dependencies[""] | set(sys.stdlib_module_names) | {"ltx_inductor", "ltx_inductor_autoload"}
+    extras = set().union(*(dependencies[extra] for extra in ("tilelang", "natten", "demo")))
+    found = [(path, *i) for path in files for i in imports(path)]
+    loaded = {name.rpartition(".")[2] for _, name, early in found if early and name.startswith("ltx_inductor.")}
+    wrong = []
+    for path, name, early in found:
+        top = name.partition(".")[0]
+        guarded = not early or path.stem not in loaded  # a module that only functions import
+        if top not in always and not (top in extras and guarded):
+            wrong.append(f"{path.name} imports {name}")
+    return wrong
+
+
+def test_every_import_is_a_declared_dependency(wheel, tmp_path):
+    files = [*(ROOT / "ltx_inductor").rglob("*.py"), ROOT / "ltx_inductor_autoload.py"]
+    assert undeclared(files, declared(wheel)) == []
+    late = "def f():\n    import natten\n"
+    (tmp_path / "a.py").write_text(f"import torch, requests\nfrom ltx_inductor import b\n{late}")
+    (tmp_path / "b.py").write_text("import natten\nimport yaml.reader\n")
+    wrong = undeclared([tmp_path / "a.py", tmp_path / "b.py"], declared(wheel))
+    assert wrong == ["a.py imports requests", "b.py imports natten", "b.py imports yaml.reader"]
+
+
+def test_every_extra_can_be_installed(wheel):
+    """That its requirements exist and agree; nothing is installed."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
+    there = subprocess.run([*pip, "--no-deps", "--ignore-installed", "filelock"], cwd=ROOT, capture_output=True)
+    if there.returncode:
+        pytest.skip("no package index can be reached from here")
+    for extra in filter(None, declared(wheel)):
+        run(*pip, f"{wheel}[{extra}]", cwd=ROOT)
