@@ -59,10 +59,6 @@ class Remembering:
         sentence: str | None = self._kernels.slower(need, size)
         return sentence
 
-    def note(self, need: Any) -> str | None:
-        note: str | None = self._kernels.note(need)
-        return note
-
     def proof(self, need: Any) -> str:
         sentence: str = self._kernels.proof(need)
         return sentence

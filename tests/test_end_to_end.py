@@ -65,9 +65,9 @@ def test_the_report_names_what_was_done(runs):
     assert q["source"].startswith("end_to_end_child.py:")
 
 
-def inputs(tokens=16, dtype=torch.bfloat16):
+def inputs(tokens=16, dtype=torch.bfloat16, heads=2):
     q, k = torch.randn(2, 1, tokens, 64).to(dtype)
-    cos, sin = torch.randn(2, 1, tokens, 2, 16).transpose(2, 3)
+    cos, sin = torch.randn(2, 1, tokens, heads, 32 // heads).transpose(2, 3)
     return q, k, cos, sin
 
 
@@ -75,6 +75,19 @@ def test_explain_and_expect():
     with torch.no_grad():
         report = ltx_inductor.explain(QueriesAndKeys(64).to(torch.bfloat16), *inputs())
     report.expect(rmsnorm_split_rope=2)
+
+
+def test_explain_counts_no_side_without_a_kernel():
+    """The CPU stands for a GPU there, and no GPU has a kernel for heads of 16; the op on the CPU needs none."""
+    model = QueriesAndKeys(64).to(torch.bfloat16).eval()
+    report = ltx_inductor.explain(model, *inputs(heads=4))
+    report.expect(rmsnorm_split_rope=0)
+    assert [r.reason for r in report.refusals] == [
+        "no kernel for head_dim 16; expected a multiple of 8 from 32 to 256"
+    ] * 2
+    with torch.no_grad():
+        torch.compile(model, backend="ltx", options={"ltx_inductor.cpu": True})(*inputs(heads=4))
+    ltx_inductor.last_report().expect(rmsnorm_split_rope=2)
 
 
 def test_a_model_in_eval_mode_is_explained_for_inference_and_the_report_says_so():

@@ -68,7 +68,7 @@ class _Rope:
         return gate.refusal(need, device, self._reference)
 
     def on_the_cpu(self, need: Any, assumed: bool) -> str | None:
-        return None
+        return self.unsupported(need, ASSUMED_ARCH) if assumed else None
 
     def proof(self, need: Any, device: int | None) -> str:
         if device is None:
@@ -203,9 +203,6 @@ class DeviceKernels:
             return None
         return self._profit.refusal(need.kind, torch.cuda.get_device_capability(_index(need.device)), size)
 
-    def note(self, need: Need) -> str | None:
-        return None
-
     def proof(self, need: Need) -> str:
         return self._families[need.kind].proof(need, None if need.device.type == "cpu" else _index(need.device))
 
@@ -229,12 +226,6 @@ class AssumedKernels:
         cuda = need.device.type == "cuda"
         arch = torch.cuda.get_device_capability(need.device) if cuda else ASSUMED_ARCH
         return self._profit.refusal(need.kind, arch, size)
-
-    def note(self, need: Need) -> str | None:
-        if need.device.type != "cpu":
-            return None
-        missing = self._families[need.kind].unsupported(need, ASSUMED_ARCH)
-        return f"on a GPU of compute capability 9.0: {missing}" if missing else None
 
     def proof(self, need: Need) -> str:
         if need.kind == _NEIGHBORHOOD:

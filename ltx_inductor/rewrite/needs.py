@@ -76,10 +76,6 @@ class Kernels(Protocol):
         """None if the launch is worth it, or not measured; else a sentence. size: see `ltx_inductor.kernels.profit`."""
         ...
 
-    def note(self, need: Need) -> str | None:
-        """Something worth telling about a launch that is written all the same, or None."""
-        ...
-
     def proof(self, need: Need) -> str:
         """How it is known that the launch has eager's bits; asked where `refusal` gave None."""
         ...

@@ -58,8 +58,8 @@ class Job:
     def ask(self, needs: Sequence[Need], size: int | None = None) -> str:
         """How it is known that the kernels are right. Raises Refuse where one is missing, or is not worth it.
 
-        size: of the launch, in what the rule counts (`ltx_inductor.kernels.profit`); None if it is not known. Notes
-        what is worth telling, and the time it took to get the kernels ready.
+        size: of the launch, in what the rule counts (`ltx_inductor.kernels.profit`); None if it is not known. Adds
+        the time it took to get the kernels ready to the report.
         """
         if self.kernels is None:
             return ""
@@ -77,9 +77,6 @@ class Job:
                 sentence = self.kernels.refusal(need)
                 if sentence:
                     raise Refuse(sentence)
-                note = self.kernels.note(need)
-                if note and note not in self.report.notes:
-                    self.report.notes.append(note)
                 proofs[self.kernels.proof(need)] = None
         finally:
             self.report.kernel_ms += (time.perf_counter() - start) * 1e3

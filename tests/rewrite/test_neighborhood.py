@@ -219,9 +219,6 @@ def test_kernels_of_calls_of_the_op_itself_are_asked_for():
         def slower(self, need, size):
             return None
 
-        def note(self, need):
-            return None
-
         def proof(self, need):
             return "proved elsewhere"
 

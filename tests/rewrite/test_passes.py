@@ -159,9 +159,6 @@ class _Kernels:
     def slower(self, need, size):
         return None
 
-    def note(self, need: KernelNeed):
-        return "a note"
-
     def proof(self, need):
         return "proved elsewhere"
 
@@ -173,7 +170,6 @@ def test_kernels_are_asked_once_per_launch_and_heard(layers):
     need = kernels.needs[0]
     assert (need.head_dim, need.hidden, need.per_head, need.shared) == (DIM, ROW, False, True)
     assert (need.contract, need.layout, need.table_dtype) == ("fp32-rope", "bshd", torch.float32)
-    assert report.notes == ["a note"]
 
     _, report = rewritten(layers, kernels=_Kernels("no kernel today; try tomorrow"))
     assert not report.sites
