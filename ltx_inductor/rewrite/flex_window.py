@@ -10,7 +10,7 @@ A BlockMask that comes in as an input cannot be proved to fit: the user may vouc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ltx_inductor.rewrite.block_mask import dense_mask, inputs_of
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.mask_window import Window, reads_a_grid, window_of
 from ltx_inductor.rewrite.neighborhood import Miss, NeighborhoodCall, reader
+from ltx_inductor.rewrite.size import in_example
 from ltx_inductor.rewrite.view import GraphView
 
 FORM = "flex_attention"
@@ -32,11 +33,17 @@ def flex_windows(view: GraphView) -> Iterator[NeighborhoodCall | Miss]:
     for n in view.graph.nodes:
         if n.op != "call_function" or n.target is not torch.ops.higher_order.flex_attention or n not in view.live:
             continue
+        mask, length = _output(view, n.args[4][-1]), n.args[0].meta["val"].shape[2]
+        if mask is None:
+            continue
+        if not isinstance(length, int):
+            yield from _of_symbolic_length(n, mask, length)
+            continue
         certain = False
         try:
-            mask, length = _mask(view, n)
-            if mask is None:
+            if not reads_a_grid(mask, _leaves(mask), length):
                 continue
+            _check_lengths(n, length)
             window = window_of(mask, (), _leaves(mask), length)
             certain = True
             yield _call(view, n, window, length)
@@ -44,34 +51,37 @@ def flex_windows(view: GraphView) -> Iterator[NeighborhoodCall | Miss]:
             yield Miss(n, why, certain)
 
 
-def _mask(view: GraphView, n: Node) -> tuple[Node | None, int]:
-    """(the value of the mask_mod, length of the sequence); None if that is no mask over a grid.
+def _of_symbolic_length(n: Node, mask: Node, length: torch.SymInt) -> Iterator[Miss]:
+    """The miss where the mask takes positions apart; certain where it is a window at the sizes of this call.
 
-    Raises Refuse where it is one, over a sequence that is not known.
+    Kernels are built for a window, and here it is a symbol, too: the smaller one of window and axis.
     """
-    mask = _output(view, n.args[4][-1])
-    if mask is None:
-        return None, 0
-    q, k = (a.meta["val"] for a in n.args[:2])
-    length = q.shape[2]
-    leaves = _leaves(mask)
-    if not isinstance(length, int):
-        if not reads_a_grid(mask, leaves, 0):
-            return None, 0
-        raise Refuse(
+    here, leaves = in_example(length), _leaves(mask)
+    if reads_a_grid(mask, leaves, here or 0, example=True):
+        why = Refuse(
             f"the sequence of {n.name} has {length} positions, a size that is a symbol in this graph",
             expected="a size that is known at compile time",
-            hint="compile with dynamic=False",
+            hint="compile with dynamic=False; else torch makes sizes symbols when it sees a second one",
         )
-    if not reads_a_grid(mask, leaves, length):
-        return None, length
-    lengths = [length, k.shape[2], *n.args[4][:2]]
-    if any(other != length for other in lengths):
+        yield Miss(n, why, certain=here is not None and _is_window(mask, leaves, here))
+
+
+def _is_window(mask: Node, leaves: Mapping[Node, str], here: int) -> bool:
+    try:
+        window_of(mask, (), leaves, here, example=True)
+    except Refuse:
+        return False
+    return True
+
+
+def _check_lengths(n: Node, length: int) -> None:
+    """Raises Refuse where queries, keys and the mask are not of one length."""
+    keys, sizes = n.args[1].meta["val"].shape[2], list(n.args[4][:2])
+    if any(other != length for other in (keys, *sizes)):
         raise Refuse(
-            f"{n.name} attends from {length} to {k.shape[2]} positions, with a mask for {lengths[2]} x {lengths[3]}",
+            f"{n.name} attends from {length} to {keys} positions, with a mask for {sizes[0]} x {sizes[1]}",
             expected="queries and keys on one grid",
         )
-    return mask, length
 
 
 def _call(view: GraphView, n: Node, window: Window, length: int) -> NeighborhoodCall:

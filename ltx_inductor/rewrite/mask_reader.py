@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from ltx_inductor.rewrite.digits import Refuse
 from ltx_inductor.rewrite.mask_expr import ZERO, Expr, Linear, add, apply, scale, too_large
+from ltx_inductor.rewrite.size import in_example
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -36,12 +37,13 @@ class Split(Exception):
 class Reader:
     """Reads nodes as expressions, given the radices of a position, the most significant first.
 
-    leaves: what the inputs of a scalar graph are. odd: divisors that fit no digit, for the refusal.
+    leaves: what the inputs of a scalar graph are. odd: divisors that fit no digit, for the refusal. example: sizes that
+    are symbols are read as in the call that is compiled, so that what is read holds for its sizes only.
     """
 
-    def __init__(self, radices: Sequence[int], leaves: Mapping[Node, str]) -> None:
+    def __init__(self, radices: Sequence[int], leaves: Mapping[Node, str], example: bool = False) -> None:
         self.radices = list(radices)
-        self.leaves = leaves
+        self.leaves, self.example = leaves, example
         self.odd: list[int] = []
         self._read: dict[tuple[Node, Coords], Expr] = {}
 
@@ -104,6 +106,9 @@ class Reader:
             return self.read(a, ())
         value = a.meta.get("val")
         if not isinstance(value, Tensor):
+            size = in_example(value) if self.example else None
+            if size is not None:
+                return Linear(size)
             raise Refuse(
                 "the mask computes with sizes that are symbols in this graph",
                 expected="sizes that are literals",

@@ -33,13 +33,13 @@ class Window:
     kernel_size: tuple[int, int, int]
 
 
-def window_of(mask: Node, coords: Coords, leaves: Mapping[Node, str], length: int) -> Window:
+def window_of(mask: Node, coords: Coords, leaves: Mapping[Node, str], length: int, example: bool = False) -> Window:
     """What the mask value `mask` selects among length x length positions. Raises Refuse where it is no such window.
 
-    coords, leaves: as for `mask_reader.Reader`.
+    coords, leaves, example: as for `mask_reader.Reader`.
     """
     with _disable_current_modes():
-        reader, e = _read(mask, coords, leaves, length)
+        reader, e = _read(mask, coords, leaves, length, example)
         try:
             axes = [_axis(reader.radices, digits, conditions) for digits, conditions in _by_axis(reader, e)]
         except Refuse:
@@ -55,20 +55,20 @@ def window_of(mask: Node, coords: Coords, leaves: Mapping[Node, str], length: in
     return Window((t, h, w), (wt, wh, ww))
 
 
-def reads_a_grid(mask: Node, leaves: Mapping[Node, str], length: int) -> bool:
+def reads_a_grid(mask: Node, leaves: Mapping[Node, str], length: int, example: bool = False) -> bool:
     """Does the mask take positions apart into coordinates, as every neighborhood mask does?"""
     with _disable_current_modes():
         try:
-            reader, _ = _read(mask, (), leaves, length)
+            reader, _ = _read(mask, (), leaves, length, example)
         except Refuse:
             return any("div" in str(n.target) or "remainder" in str(n.target) for n in mask.graph.nodes)
         return len(reader.radices) > 1 or bool(reader.odd)
 
 
-def _read(mask: Node, coords: Coords, leaves: Mapping[Node, str], length: int) -> tuple[Reader, Expr]:
+def _read(mask: Node, coords: Coords, leaves: Mapping[Node, str], length: int, example: bool) -> tuple[Reader, Expr]:
     radices = [length]
     while True:
-        reader = Reader(radices, leaves)
+        reader = Reader(radices, leaves, example)
         try:
             return reader, reader.read(mask, coords)
         except Split as split:

@@ -127,6 +127,14 @@ def simplify(value: Any) -> sympy.Expr:
     return sympy.factor_terms(expr.replace(at_least_one, lambda e: e.args[1]))
 
 
+def in_example(value: Any) -> int | None:
+    """The size of an int or a SymInt in the call that is compiled; None if that does not tell. Adds no guard."""
+    if isinstance(value, int):
+        return value
+    number = value.node.expr.xreplace(value.node.shape_env.backed_var_to_val)
+    return int(number) if number.is_Integer else None
+
+
 def _factorise(expr: sympy.Expr) -> Size:
     coefficient: Fraction = Fraction(1)
     factors: list[Any] = []

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import re
 import resource
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import _identity, create_block_mask
 
+import ltx_inductor
 from ltx_inductor.config import Config
+from ltx_inductor.explainer import _eager
 from ltx_inductor.ops.na3d import reference
 from ltx_inductor.rewrite.passes import rewrite_graph
 from ltx_inductor.rewrite.report import RewriteReport
-from tests.harness import TORCH, Traced, copy_graph, run_graph, trace
+from tests.harness import TORCH, Traced, copy_graph, run_graph, shape_facts, trace
 from tests.harness import rewritten as compiled_with
 from tests.rewrite.test_mask_window import NEAR_MISSES, SPELLINGS, diffusers, product
 
@@ -68,10 +73,13 @@ OPTIONS = {
 }
 
 
-def graph_of(module, inputs):
-    """The functional, decomposed graph of a call: as the pass gets it, but for Dynamo, which takes long over masks."""
+def graph_of(module, inputs, sizes="fake"):
+    """The functional, decomposed graph of a call: as the pass gets it, but for Dynamo, which takes long over masks.
+
+    sizes: "symbolic" for dynamic ones.
+    """
     with torch.no_grad():
-        gm = make_fx(torch.func.functionalize(module), select_decomp_table(), tracing_mode="fake")(*inputs)
+        gm = make_fx(torch.func.functionalize(module), select_decomp_table(), tracing_mode=sizes)(*inputs)
     gm.graph.eliminate_dead_code()
     return Traced(gm, list(inputs))
 
@@ -259,6 +267,26 @@ def test_sizes_that_do_not_fit_the_sequence_are_refused():
     assert "which does not fit a sequence of 215" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("mask_mod", "certain"),
+    [
+        (diffusers(GRID, KERNEL), True),
+        (NEAR_MISSES["causal"][0], False),
+        (lambda b, h, q, kv: q // 9 == kv // 9, False),
+    ],
+    ids=["window", "causal", "documents"],
+)
+def test_a_dynamic_sequence_is_refused_for_certain_where_the_mask_is_a_window_now(mask_mod, certain):
+    traced = graph_of(Flex(mask_mod), qkv(), "symbolic")
+    before = shape_facts(traced.gm.graph)
+    gm, report = after_the_pass(traced)[1:]
+    assert "flex_attention" in str(gm.graph)
+    (found,) = report.refusals
+    assert "a size that is a symbol" in found.reason
+    assert found.certain == certain
+    assert shape_facts(traced.gm.graph) == before
+
+
 @pytest.mark.parametrize("mask_mod", [lambda b, h, q, kv: kv <= q, lambda b, h, q, kv: (q - kv).abs() < 9])
 def test_other_masks_are_no_candidates(mask_mod):
     _, _, report = rewritten(Flex(mask_mod), qkv())
@@ -326,6 +354,25 @@ def test_a_stage_of_the_decoder_given_its_mask():
     assert "comes into the graph as an input" in report.refusals[-1].reason
     _, _, report = after_the_pass(traced, Config(cpu=True, trust_block_mask=True))
     report.expect(neighborhood_attention=1)
+
+
+def test_strict_is_heard_at_the_second_video_length(monkeypatch):
+    """Then torch makes the sizes symbols, unless dynamic=False keeps it from that."""
+    monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=_eager))
+    videos = [torch.randn(1, frames, *GRID[1:], 64) for frames in (5, 7)]
+    options = {"ltx_inductor.cpu": True, "ltx_inductor.strict": True, "ltx_inductor.rules": [RULE]}
+    stage = Stage(1).eval()
+    torch._dynamo.reset()
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        fixed = torch.compile(stage, backend="ltx", options=options, dynamic=False)
+        for video in videos:
+            fixed(video)
+        ltx_inductor.last_report().expect(neighborhood_attention=2)
+        torch._dynamo.reset()
+        automatic = torch.compile(stage, backend="ltx", options=options)
+        automatic(videos[0])
+        with pytest.raises(ltx_inductor.LostFusionError, match="compile with dynamic=False"):
+            automatic(videos[1])
 
 
 def test_a_stage_compiled_whole_needs_no_memory_of_the_sequence_squared():
