@@ -223,6 +223,25 @@ def test_diff(tmp_path, capsys):
     assert cli.main(["diff", str(tmp_path / "none"), str(paths[0])]) == 2
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ({"x": "[s50, s7, 64]", "out": "[s50, s7, 64]"}, {"x": "[s16, s9, 64]", "out": "[s16, s9, 64]"}, True),
+        ({"x": "[s50, 42*s7]"}, {"x": "[s3, 42*u0]"}, True),
+        ({"q": "[s1*s2, s1]"}, {"q": "[s3*s9, s9]"}, True),  # factors are printed by name
+        ({"x": "[s50, s7]"}, {"x": "[s50, s50]"}, False),
+        ({"x": "[s50, 64]"}, {"x": "[s50, 128]"}, False),
+        ({"x": "[s50, 64]"}, {"x": "[3, 64]"}, False),
+    ],
+)
+def test_names_of_symbols_are_no_difference(before, after, same):
+    reports = [
+        RewriteReport([GraphReport([Site("rmsnorm_split_rope", "op", "q", None, "m.py:1", s, "bf16-chain", "n")])])
+        for s in (before, after)
+    ]
+    assert bool(reports[0].diff(reports[1]).lost) != same
+
+
 def test_bench(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "rope", "block", "--out", str(tmp_path)]) == 1

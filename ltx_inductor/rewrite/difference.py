@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 class Difference:
     """Sites that only the second report has (gained), or only the first (lost), and refusals only the second has.
 
-    Sites are compared by what they are (rule, file, side, contract, shapes, op), not by line or node: code moves.
+    Sites are compared by what they are (rule, file, side, contract, shapes, op), not by line or node: code moves. So do
+    the names of symbols in shapes, which say nothing; sizes that are numbers are part of a site.
     """
 
     gained: tuple[Site, ...]
@@ -51,7 +53,25 @@ def _only(mine: Iterable[Any], theirs: Iterable[Any], key: Any) -> Iterable[Any]
 
 
 def _site(s: Site) -> tuple[Any, ...]:
-    return s.rule, _file(s.source), s.side, s.contract, s.op, tuple(sorted(s.shapes.items()))
+    return s.rule, _file(s.source), s.side, s.contract, s.op, _renamed(s.shapes)
+
+
+_SYMBOL = re.compile(r"\b[su]\d+\b")  # as ShapeEnv names sizes: s27, and u0 for one that depends on data
+_PRODUCT = re.compile(r"\w+(?:\*\w+)+")
+
+
+def _renamed(shapes: Mapping[str, str]) -> str:
+    """The shapes, with symbols numbered in order of appearance: first those that are a size alone, whose order is plain.
+
+    Factors are printed in the order of their names, so they are sorted again.
+    """
+    text = " ".join(f"{name}={shape}" for name, shape in sorted(shapes.items()))
+    number: dict[str, str] = {}
+    for size in sorted(re.split(r"[ ,\[\]]+", text), key=lambda size: len(_SYMBOL.findall(size))):
+        for symbol in _SYMBOL.findall(size):
+            number.setdefault(symbol, f"size{len(number)}")
+    text = _SYMBOL.sub(lambda m: number[m[0]], text)
+    return _PRODUCT.sub(lambda m: "*".join(sorted(m[0].split("*"))), text)
 
 
 def _refusal(r: Refusal) -> tuple[Any, ...]:
