@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ltx_inductor.config import RULES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +49,14 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="what would be rewritten in a model, and why the rest would not")
     explain.add_argument("target", help="module:callable; called without arguments, it returns (model, inputs)")
-    explain.add_argument("--expect", type=int, metavar="N", help="exit with 1 unless N sides are rewritten")
+    explain.add_argument(
+        "--expect",
+        action="append",
+        default=[],
+        type=_expected,
+        metavar="[RULE=]N",
+        help="exit with 1 unless N sites are rewritten, by that rule or by all together; repeatable",
+    )
     explain.add_argument("--dynamic", action="store_true", help="trace with dynamic sizes")
     explain.add_argument("--grad", action="store_true", help="with gradients (default: torch.no_grad())")
     explain.add_argument("--html", metavar="FILE", help="also write the report as one self-contained page")
@@ -105,11 +115,12 @@ def _explain(console: Console, arguments: argparse.Namespace) -> int:
     import ltx_inductor
     from ltx_inductor.views import terminal
 
-    model, args, kwargs = _load(arguments.target)
     options = {"ltx_inductor.dump": arguments.dump} if arguments.dump else None
     dynamic = True if arguments.dynamic else None
-    with torch.set_grad_enabled(arguments.grad):
-        report = ltx_inductor.explain(model, *args, options=options, dynamic=dynamic, **kwargs)
+    with _stdout_for_json() if arguments.json else contextlib.nullcontext():
+        model, args, kwargs = _load(arguments.target)
+        with torch.set_grad_enabled(arguments.grad):
+            report = ltx_inductor.explain(model, *args, options=options, dynamic=dynamic, **kwargs)
     if arguments.json:
         print(report.to_json())
     else:
@@ -119,10 +130,32 @@ def _explain(console: Console, arguments: argparse.Namespace) -> int:
             report.to_html(arguments.html, title=f"ltx_inductor: {arguments.target}")
         except OSError as error:
             raise UsageError(f"--html {arguments.html}: {error.strerror}") from None
-    if arguments.expect is not None and report.count() != arguments.expect:
-        print(f"expected {arguments.expect} sides, found {report.count()}", file=sys.stderr)
-        return 1
-    return 0
+    wrong = [(rule, n) for rule, n in arguments.expect if report.count(rule) != n]
+    for rule, n in wrong:
+        print(f"expected {n} sites of {rule or 'all rules'}, found {report.count(rule)}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def _expected(text: str) -> tuple[str | None, int]:
+    """The rule, None for all of them, and the number of sites out of "16" or "rmsnorm_split_rope=16"."""
+    rule, equals, n = text.rpartition("=")
+    if not n.isdecimal() or (equals and rule not in RULES):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected N or RULE=N, where RULE is one of {', '.join(RULES)}")
+    return rule or None, int(n)
+
+
+@contextlib.contextmanager
+def _stdout_for_json() -> Iterator[None]:
+    """While code of the user's runs: what it, or a program that it starts, writes to stdout goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:

@@ -44,13 +44,42 @@ def nothing():
     return None
 
 
+class Talkative(stand_in.Model):
+    def forward(self, x):
+        print("the model's own words")
+        return super().forward(x)
+
+
+def talkative():
+    print("the factory's own words")
+    subprocess.run(["echo", "and those of a child"], check=True)
+    return Talkative(), torch.ones(3, 8)
+
+
 def test_explain(capsys):
     assert cli.main(["explain", "tests.test_cli:one", "--expect", "1"]) == 0
     out = capsys.readouterr().out
     assert "1 side rewritten, 0 refused" in out
     assert "[3, 8]" in out  # the brackets of a shape are no markup
     assert cli.main(["explain", "tests.test_cli:one", "--expect", "2"]) == 1
-    assert "expected 2 sides, found 1" in capsys.readouterr().err
+    assert "expected 2 sites of all rules, found 1" in capsys.readouterr().err
+
+
+def test_explain_expects_by_rule(capsys):
+    def expect(*counts):
+        return cli.main(["explain", "tests.test_cli:one", *(word for c in counts for word in ("--expect", c))])
+
+    rope, attention = "rmsnorm_split_rope", "neighborhood_attention"
+    assert expect(f"{rope}=1", f"{attention}=0", "1") == 0
+    capsys.readouterr()
+    assert expect(f"{rope}=0", f"{attention}=1") == 1
+    err = capsys.readouterr().err
+    assert f"expected 0 sites of {rope}, found 1" in err
+    assert f"expected 1 sites of {attention}, found 0" in err
+    for wrong in ("rope=1", f"{rope}=one", "-1"):
+        with pytest.raises(SystemExit, match="2"):
+            expect(wrong)
+        assert f"expected N or RULE=N, where RULE is one of {rope}, {attention}" in capsys.readouterr().err
 
 
 def test_explain_writes_a_page(tmp_path, capsys):
@@ -65,6 +94,17 @@ def test_explain_as_json(capsys):
     assert cli.main(["explain", "tests.test_cli:by_name", "--json", "--dynamic"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["graphs"][0]["refusals"][0]["reason"] == "it is a tanh"
+
+
+def test_json_is_alone_on_stdout(capfd):
+    target = f"tests.test_cli:{talkative.__name__}"
+    assert cli.main(["explain", target, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["counts"] == {"rmsnorm_split_rope": 1}
+    for words in ("the factory's own words", "and those of a child", "the model's own words"):
+        assert words in err
+    assert cli.main(["explain", target]) == 0
+    assert "the model's own words" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
