@@ -11,11 +11,16 @@ import os
 import sys
 
 _TRIGGER = "torch._inductor.compile_fx"
+_TRUE, _FALSE = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")  # those of ltx_inductor.config
 
 
 def autoload() -> None:
     """Never raises: torch would take that for a broken installation."""
-    if os.environ.get("LTX_INDUCTOR_REGISTER", "").strip().lower() in ("1", "true", "yes", "on"):
+    value = os.environ.get("LTX_INDUCTOR_REGISTER", "").strip().lower()
+    if value not in _TRUE + _FALSE:
+        accepted = ", ".join(_TRUE + _FALSE[:-1])
+        print(f"ltx_inductor: LTX_INDUCTOR_REGISTER={value!r} had no effect: expected one of {accepted}", file=sys.stderr)
+    if value in _TRUE:
         if _TRIGGER in sys.modules:
             _register()
         else:

@@ -15,7 +15,7 @@ PREFIX = "ltx_inductor."
 RULES = ("rmsnorm_axial_rope", "rmsnorm_split_rope", "neighborhood_attention")
 VERIFY = ("first", "always", "off")
 PROFIT = ("measured", "any")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+_TRUE, _FALSE = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,12 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Config:
-    """The defaults as LTX_INDUCTOR_CPU, _STRICT, _EXACT (0/1), _DUMP (a folder), _VERIFY and _PROFIT set them."""
+    """The defaults as LTX_INDUCTOR_RULES (with commas), _CPU, _STRICT, _EXACT, _TRUST_BLOCK_MASK (0/1), _DUMP (a folder),
+    _VERIFY and _PROFIT set them. Raises ValueError for a value that is none, naming the variable and what is accepted.
+    """
     env = os.environ if environ is None else environ
     return Config(
+        rules=_rules(env.get("LTX_INDUCTOR_RULES", "")),
         cpu=flag(env, "LTX_INDUCTOR_CPU"),
         strict=flag(env, "LTX_INDUCTOR_STRICT"),
         exact=flag(env, "LTX_INDUCTOR_EXACT"),
@@ -128,6 +131,14 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Config:
         verify=env.get("LTX_INDUCTOR_VERIFY", "").strip().lower() or "first",
         profit=env.get("LTX_INDUCTOR_PROFIT", "").strip() or "measured",
     )
+
+
+def _rules(text: str) -> tuple[str, ...]:
+    """The rules named in `text`, all of them where it names none."""
+    names = tuple(name for part in text.split(",") if (name := part.strip()))
+    if any(name not in RULES for name in names):
+        raise ValueError(f"LTX_INDUCTOR_RULES={text!r}: expected names out of {', '.join(RULES)}, with commas between")
+    return names or RULES
 
 
 def flag(env: Mapping[str, str], name: str) -> bool:

@@ -101,14 +101,19 @@ def _autoload() -> Finding:
     from ltx_inductor.config import flag
 
     names = {e.value for e in importlib.metadata.entry_points(group="torch.backends")}
-    if not flag(os.environ, "LTX_INDUCTOR_REGISTER"):
+    try:
+        wanted = flag(os.environ, "LTX_INDUCTOR_REGISTER")
+    except ValueError as error:
+        return Finding("no-code start", "off", str(error), "set LTX_INDUCTOR_REGISTER=1, or unset it")
+    if not wanted:
         return Finding("no-code start", "off: LTX_INDUCTOR_REGISTER=1 turns it on")
     if "ltx_inductor_autoload:autoload" not in names:
         return Finding(
             "no-code start", "no entry point", "LTX_INDUCTOR_REGISTER has no effect", "install the package anew"
         )
-    if not flag({"TORCH_DEVICE_BACKEND_AUTOLOAD": "1", **os.environ}, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        cost = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from calling it"
+    hooks = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if hooks != "1":  # as torch reads it
+        cost = f"TORCH_DEVICE_BACKEND_AUTOLOAD={hooks} keeps torch from calling it"
         return Finding("no-code start", "switched off in torch", cost, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")
     return Finding("no-code start", 'on: backend="inductor" is rewritten too')
 

@@ -219,8 +219,10 @@ def test_doctor_knows_the_no_code_start(monkeypatch):
     entry = types.SimpleNamespace(value="ltx_inductor_autoload:autoload")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
     assert doctor._autoload().ok
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "false")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in doctor._autoload().do
+    monkeypatch.setenv("LTX_INDUCTOR_REGISTER", "maybe")
+    assert doctor._autoload().cost.startswith("LTX_INDUCTOR_REGISTER='maybe': expected one of 1, true, yes, y, on, 0")
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import ltx_inductor_autoload
+from ltx_inductor import config
 from ltx_inductor.backend import split_options
 from ltx_inductor.config import RULES, Config, from_environment
 from ltx_inductor.registration import current_config, enabled
@@ -26,8 +28,8 @@ def test_options_are_taken_by_prefix():
         "ltx_inductor.exact": True,
     }
     assert Config().with_options(options) == Config(RULES, True, True, "folder", True)
-    config, patches = split_options(None, options)
-    assert (config.cpu, patches) == (True, {"max_autotune": True})
+    ours, patches = split_options(None, options)
+    assert (ours.cpu, patches) == (True, {"max_autotune": True})
 
 
 def test_environment():
@@ -36,6 +38,20 @@ def test_environment():
     assert from_environment(environ) == Config(cpu=True, strict=True, dump="folder", exact=True)
     assert from_environment(dict.fromkeys(environ, "")) == Config()
     assert from_environment({"LTX_INDUCTOR_CPU": "off"}) == Config()
+
+
+def test_rules_come_from_the_environment():
+    attention, rope = "neighborhood_attention", "rmsnorm_split_rope"
+    assert from_environment({"LTX_INDUCTOR_RULES": attention}).rules == (attention,)
+    assert from_environment({"LTX_INDUCTOR_RULES": f" {attention}, {rope},"}).rules == (attention, rope)
+    assert from_environment({"LTX_INDUCTOR_RULES": " "}).rules == RULES
+    with pytest.raises(ValueError, match=f"LTX_INDUCTOR_RULES='{rope},rope': expected names out of {', '.join(RULES)}"):
+        from_environment({"LTX_INDUCTOR_RULES": f"{rope},rope"})
+
+
+def test_the_hook_of_import_torch_reads_a_flag_as_all_of_us_do():
+    """It cannot import the package, which is what it is there to put off."""
+    assert (ltx_inductor_autoload._TRUE, ltx_inductor_autoload._FALSE) == (config._TRUE, config._FALSE)
 
 
 def test_options_win_over_the_environment(monkeypatch):
