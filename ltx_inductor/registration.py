@@ -13,6 +13,7 @@ stays compiled: a model whose code went through Inductor before keeps that resul
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from torch._dynamo.callback import callback_handler
 from torch._inductor import config as inductor_config
 
 import ltx_inductor.ops.rope  # noqa: F401  (a graph out of a cache finds its ops)
-from ltx_inductor import natten_calls
+from ltx_inductor import natten_calls, session
 from ltx_inductor.config import PREFIX, Config, check_mapping, from_environment
 from ltx_inductor.joint_pass import LtxPass, flatten, with_ours, without_ours
 from ltx_inductor.kernel_needs import device_kernels
@@ -158,6 +159,7 @@ def _install_callbacks() -> None:
 
 def _on_start(_: Any) -> None:
     """In the compiling thread, before Inductor reads its hook."""
+    _local.handled = sys.exc_info()[1]  # where the user's code compiles while it handles an exception
     old = inductor_config.joint_custom_pre_pass
     if current_config() is None or any(isinstance(p, LtxPass) for p in flatten(old)):
         return
@@ -167,6 +169,9 @@ def _on_start(_: Any) -> None:
 
 
 def _on_end(_: Any) -> None:
+    error = sys.exc_info()[1]
+    session.finish(None if error is getattr(_local, "handled", None) else error)
+    _local.handled = None
     old, new = getattr(_local, "put_in", None) or (None, None)
     _local.put_in = None
     if new is not None and inductor_config.joint_custom_pre_pass is new:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ltx_inductor import kernel_needs, report_store
+from ltx_inductor import kernel_needs, report_log, report_store
 from ltx_inductor.ops import verified
 from ltx_inductor.rewrite.report import GraphReport, Refusal, RewriteReport
 
@@ -73,10 +73,16 @@ class BackendCall:
         self.settled = True
         if self.kept is None:
             self.notes.append(_NO_REPORT)
-            return
-        self.cached = True
-        self.notes += self.missing
-        self.made.graphs = [replace(g, pass_ms=0.0) for g in self.kept.graphs]
+        else:
+            self.cached = True
+            self.notes += self.missing
+            self.made.graphs = [replace(g, pass_ms=0.0) for g in self.kept.graphs]
+        report_log.publish(RewriteReport(numbered(self.graphs), self.cached, list(self.notes)))
+
+    def fail(self, error: BaseException) -> None:
+        """The call ended with an error, which the user sees."""
+        self.settled = True
+        self.notes.append(f"the compile of one graph ended with {type(error).__name__}; see that error")
 
 
 @dataclass(eq=False)
@@ -147,8 +153,7 @@ def backend_call(gm: fx.GraphModule, example_inputs: Sequence[Any], pass_id: str
             call.settle()
         take_told()  # where a cache answered, the kept report tells it
     except BaseException as error:
-        call.settled = True
-        call.notes.append(f"the compile of one graph ended with {type(error).__name__}; see that error")
+        call.fail(error)
         raise
     finally:
         _local.call = outer
@@ -159,6 +164,22 @@ def deliver(report: GraphReport, needs: Sequence[dict[str, Any]] = ()) -> None:
     call = getattr(_local, "call", None) or _observed(None)
     with _lock:
         call.add(report, needs)
+    report_log.publish(RewriteReport(numbered([report])))
+
+
+def finish(error: BaseException | None) -> None:
+    """From a registered pass, after the last of the compiles that ran at once: settles what `observe` has opened.
+
+    error: what ended the compile of this thread, or None.
+    """
+    with _lock:
+        mine: _Compile | None = getattr(_local, "last", None)
+        for compile_ in _compiles.values():
+            for call in compile_.calls:
+                if error is not None and compile_ is mine and not call.settled:
+                    call.fail(error)
+                else:
+                    call.settle()
 
 
 def tell(refusal: Refusal) -> None:

@@ -14,7 +14,6 @@ import ast
 import importlib.util
 import json
 import linecache
-import os
 import re
 import shlex
 import subprocess
@@ -29,8 +28,8 @@ import torch
 
 from ltx_inductor import cli
 from ltx_inductor.explainer import _eager
+from tests.installed import ROOT, environment
 
-ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 NEEDS = {"integrations": ("diffusers", "ltx_core")}
 FENCE = re.compile(
@@ -93,7 +92,10 @@ def test_page(path, monkeypatch, capsys):
         elif block.kind == "python":
             # as if the page were the file, so that lines in reports and tracebacks are those of the page
             linecache.checkcache(str(path))
+            capsys.readouterr()
             exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
+        elif block.kind == "output":
+            check(block.text, capsys.readouterr().out, f"line {block.line} of {path.name}")
         elif block.kind == "console":
             console(block, capsys)
         elif block.kind == "sh":
@@ -142,7 +144,7 @@ def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         Path(into).write_text(out)
         return status, err
     assert words[0] == "python", command
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = environment(Path.cwd(), TORCHINDUCTOR_CACHE_DIR=str(Path.cwd() / "cache"), **given)
     done = subprocess.run([sys.executable, *words[1:]], env=env, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
 
 import ltx_inductor
 from ltx_inductor.explainer import _entry
@@ -59,6 +60,31 @@ def test_register_and_unregister():
     assert ltx_inductor.last_report().count() == 1
     ltx_inductor.unregister()
     assert not is_rewritten()
+
+
+def test_a_compile_that_fails_is_not_taken_for_a_cache_hit():
+    """In both the pass has delivered nothing."""
+    strict = {**CPU, "ltx_inductor.strict": True}
+    with (
+        inductor_config.patch(force_disable_caches=False),
+        fresh_cache(),
+        ltx_inductor.enabled(strict),
+        pytest.raises(ltx_inductor.LostFusionError),
+    ):
+        torch.compile(stand_in.Refused())(X)
+    assert ltx_inductor.last_report().notes == ["the compile of one graph ended with StrictError; see that error"]
+
+
+def test_a_cache_hit_while_the_user_handles_an_exception_is_no_failure():
+    with inductor_config.patch(force_disable_caches=False), fresh_cache(), ltx_inductor.enabled(CPU):
+        assert is_rewritten()
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert is_rewritten()
+    report = ltx_inductor.last_report()
+    assert report.cached
+    assert (report.count(), report.notes) == (1, [])
 
 
 def test_enabled_is_scoped_and_nests():
