@@ -63,11 +63,40 @@ class SequenceParallel(nn.Module):
         return q, k, scaled_dot_product_attention(q, k, v)
 
 
+def all_reduce(squares):
+    return collectives.all_reduce(squares, "sum", dist.group.WORLD)
+
+
+def all_reduce_in_place(squares):
+    dist.all_reduce(squares)
+    return squares
+
+
+def all_gather(squares):
+    everybody = [torch.empty_like(squares) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, squares)
+    return torch.stack(everybody).sum(0)
+
+
+@torch.library.custom_op("ltx_test::all_reduce", mutates_args=())
+def engines_all_reduce(squares: torch.Tensor) -> torch.Tensor:
+    """An engine's own, as vLLM has one: for the graph an op like any other."""
+    return all_reduce_in_place(squares.clone())
+
+
+engines_all_reduce.register_fake(torch.empty_like)
+COMBINE = {f.__name__: f for f in (all_reduce, all_reduce_in_place, all_gather)} | {"engine": engines_all_reduce}
+
+
 class TensorParallel(nn.Module):
-    """Each rank has some heads of every token; the norm is over all of them, so the sums of squares are all-reduced."""
+    """Each rank has some heads of every token; the norm is over all of them, so the sums of squares are combined."""
+
+    def __init__(self, combine):
+        super().__init__()
+        self.combine = combine
 
     def forward(self, x, weight, cos, sin):
-        squares = collectives.all_reduce(x.float().pow(2).sum(-1, keepdim=True), "sum", dist.group.WORLD)
+        squares = self.combine(x.float().pow(2).sum(-1, keepdim=True))
         n = (x.float() * torch.rsqrt(squares / ROW + 1e-6)).to(x.dtype) * weight
         return rotate(n, cos, sin)
 
@@ -109,7 +138,7 @@ def sequence_parallel(rank, world):
     return {"equal": equal, "report": ltx_inductor.last_report().to_dict()}
 
 
-def tensor_parallel(rank, world):
+def tensor_parallel(rank, world, combine):
     torch.manual_seed(0)
     x, weight, (cos, sin) = rand(1, TOKENS, ROW), rand(ROW), tables()
     mine, own = (
@@ -117,9 +146,28 @@ def tensor_parallel(rank, world):
         slice(rank * HEADS // world, (rank + 1) * HEADS // world),
     )
     args = [x[..., mine].contiguous(), weight[mine], cos[:, own], sin[:, own]]
-    got = torch.compile(TensorParallel(), backend="ltx", options=OPTIONS)(*args)
+    got = torch.compile(TensorParallel(COMBINE[combine]), backend="ltx", options=OPTIONS)(*args)
     want = rotate(rms_norm(x, (ROW,), weight, 1e-6), cos, sin)[:, own]
     return {"close": torch.allclose(got, want, rtol=2e-2, atol=2e-2), "report": ltx_inductor.last_report().to_dict()}
+
+
+def dtensors(rank, world):
+    """Queries and keys as DTensors, with their tokens over the ranks; the same model, which is rewritten without."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh(DEVICE.type, (world,))
+    x, weight, (cos, sin) = rand(1, TOKENS, ROW), rand(ROW), tables()
+    args = (x, weight, cos, sin)
+    places = (Shard(1), Replicate(), Shard(2), Shard(2))
+    given = [distribute_tensor(t, mesh, [place]) for t, place in zip(args, places, strict=True)]
+
+    def model(x, weight, cos, sin):
+        return rotate(rms_norm(x, (ROW,), weight, 1e-6), cos, sin)
+
+    got = torch.compile(model, backend="ltx", options=OPTIONS)(*given).full_tensor()
+    return {"close": torch.allclose(got, model(*args), rtol=2e-2), "report": ltx_inductor.last_report().to_dict()}
 
 
 def wrapped(rank, world, wrap):
@@ -162,7 +210,7 @@ def verdict(found):
     """One word a case, for people."""
     good = {
         "sequence_parallel": all(found["sequence_parallel"]["equal"]),
-        "tensor_parallel": found["tensor_parallel"]["close"] and not sides(found["tensor_parallel"]),
+        **{name: case["close"] and not sides(case) for name, case in found.items() if "close" in case},
         **{name: found[name]["equal"] and sides(found[name]) == 2 for name in ("ddp", "fsdp2", "shared_caches")},
     }
     return ", ".join(f"{name} {'ok' if fine else 'WRONG'}" for name, fine in good.items())
@@ -184,7 +232,8 @@ def main() -> None:
     real, found = compile_fx.compile_fx, {}
     cases = {
         "sequence_parallel": sequence_parallel,
-        "tensor_parallel": tensor_parallel,
+        **{f"tensor_parallel {name}": partial(tensor_parallel, combine=name) for name in COMBINE},
+        "dtensors": dtensors,
         "ddp": partial(wrapped, wrap="ddp"),
         "fsdp2": partial(wrapped, wrap="fsdp2"),
         "shared_caches": shared_caches,

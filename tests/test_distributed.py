@@ -47,6 +47,12 @@ def of(ranks, name):
     return [r[name] for r in ranks]
 
 
+def only_refusal(case):
+    assert sides(case) == 0
+    (refusal,) = (r for g in case["report"]["graphs"] for r in g["refusals"])
+    return refusal
+
+
 def test_sequence_parallel_is_rewritten_and_equals_one_process(ranks):
     """Rotated queries and (gathered) keys bit for bit; attention splits its sums by the number of queries."""
     for case in of(ranks, "sequence_parallel"):
@@ -54,13 +60,31 @@ def test_sequence_parallel_is_rewritten_and_equals_one_process(ranks):
         assert sides(case) == 2
 
 
-def test_a_tensor_parallel_norm_is_refused_by_name(ranks):
-    for case in of(ranks, "tensor_parallel"):
+@pytest.mark.parametrize(
+    ("combine", "sentence"),
+    [
+        ("all_reduce", "all_reduce = _c10d_functional.all_reduce.default combines the squares of all ranks"),
+        ("all_reduce_in_place", "all_reduce = _c10d_functional.all_reduce.default combines the squares of all ranks"),
+        ("all_gather", "_c10d_functional.all_gather_into_tensor.default combines the squares of all ranks"),
+        ("engine", "ltx_test.all_reduce.default is not known here; it may combine the squares of all ranks"),
+    ],
+)
+def test_a_tensor_parallel_norm_is_refused_by_name(ranks, combine, sentence):
+    """However the sums of squares come together."""
+    for case in of(ranks, f"tensor_parallel {combine}"):
         assert case["close"]
-        assert sides(case) == 0
-        (refusal,) = (r for g in case["report"]["graphs"] for r in g["refusals"])
-        assert "adds up squares over the ranks of a process group" in refusal["reason"]
+        refusal = only_refusal(case)
+        assert sentence in refusal["reason"]
+        assert refusal["reason"].endswith("as a tensor-parallel norm does, so that no rank has the whole row")
         assert refusal["source"].startswith("distributed_child.py:")
+
+
+def test_dtensors_are_refused_by_name(ranks):
+    for case in of(ranks, "dtensors"):
+        assert case["close"]
+        refusal = only_refusal(case)
+        assert "tensor subclass, whose own operations are no longer visible in the graph" in refusal["reason"]
+        assert refusal["hint"] == "compile the part of the model that works on plain local tensors"
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])

@@ -7,6 +7,7 @@ written out, several kernels with another order, is in the metadata and decides 
 
 from __future__ import annotations
 
+import operator
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ltx_inductor.rewrite.layout import argument, aten
-from ltx_inductor.rewrite.lift import CAST
+from ltx_inductor.rewrite.layout import CUT, JOIN, LAYOUT, argument, aten
+from ltx_inductor.rewrite.lift import CAST, PRODUCT
 from ltx_inductor.rewrite.size import Sizes, product
 
 _FUSED_ATEN = ("aten._fused_rms_norm.default", "aten.rms_norm.default")
@@ -66,20 +67,15 @@ def _match(rstd: Node, sizes: Sizes) -> Statistic | str:
         return f"{total.name} adds eps to the number {mean}"
     if mean.target in (aten.div.Tensor, aten.div.Scalar) and isinstance(mean.args[0], Node):
         divisor, mean = mean.args[1], mean.args[0]
-    if str(mean.target).startswith("_c10d_functional."):
-        return (
-            f"{mean.name} = {mean.target} adds up squares over the ranks of a process group, as a tensor-parallel norm "
-            "does, so that no rank has the whole row"
-        )
     if mean.target is not (aten.mean.dim if divisor is None else aten.sum.dim_IntList):
-        return f"{mean.name} = {mean.target} is not a mean over fixed axes"
+        return _from_elsewhere(mean) or f"{mean.name} = {mean.target} is not a mean over fixed axes"
     square, x32 = mean.args[0], None
     if (square.target is aten.pow.Tensor_Scalar and square.args[1] == 2) or (
         square.target is aten.mul.Tensor and square.args[0] is square.args[1]
     ):
         x32 = square.args[0]
     if x32 is None:
-        return f"{square.name} = {square.target} is not the square of a value"
+        return _from_elsewhere(square) or f"{square.name} = {square.target} is not the square of a value"
     shape = sizes.shape(x32)
     dims = tuple(sorted(d % len(shape) for d in (mean.args[1] or range(len(shape)))))
     if divisor is not None and divisor != product(shape[d] for d in dims).known:
@@ -94,6 +90,41 @@ def _match(rstd: Node, sizes: Sizes) -> Statistic | str:
     called_in = source.meta["val"].dtype if inner_cast else torch.float32
     eps = _fp32(float(total.args[1]))
     return Statistic(rstd, source, dims, eps, divisor is None, is_fused(rstd), called_in)
+
+
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")  # namespaces
+_WAIT = "_c10d_functional.wait_tensor.default"
+
+
+def _from_elsewhere(n: Node) -> str | None:
+    """Why the squares that n holds are not those of one row: a collective made them, or an op that nobody here knows.
+
+    That is how a tensor-parallel norm looks. Between the two are copies, views and casts; None where it is something else.
+    """
+    source: Any = n
+    while isinstance(source, Node):
+        n, source = source, _moved(source)
+    op = n.args[0] if "auto_functionalized" in str(n.target) else n.target  # an op that writes to its operand
+    space = str(op).partition(".")[0]
+    parallel = (
+        "the squares of all ranks of a process group, as a tensor-parallel norm does, so that no rank has the whole row"
+    )
+    if space in _COLLECTIVES:
+        return f"{n.name} = {op} combines {parallel}"
+    if n.op == "call_function" and space not in ("aten", "prims") and isinstance(op, torch._ops.OperatorBase):
+        return f"{n.name} = {op} is not known here; it may combine {parallel}"
+    return None
+
+
+def _moved(n: Node) -> Any:
+    """The operand whose elements n only moves, casts or scales; None where it computes."""
+    if n.target is aten.copy.default:
+        return n.args[1]
+    if n.target in JOIN:
+        return n.args[0][0] if isinstance(n.args[0], (list, tuple)) else n.args[0]
+    moves = n.target in LAYOUT or n.target in CAST or n.target in CUT or n.target is operator.getitem
+    scales = n.target in (*PRODUCT, aten.div.Tensor, aten.div.Scalar) and not isinstance(n.args[1], Node)
+    return n.args[0] if moves or scales or str(n.target) == _WAIT else None
 
 
 def _fp32(value: float) -> float:
