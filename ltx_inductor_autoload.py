@@ -19,7 +19,8 @@ def autoload() -> None:
     value = os.environ.get("LTX_INDUCTOR_REGISTER", "").strip().lower()
     if value not in _TRUE + _FALSE:
         accepted = ", ".join(_TRUE + _FALSE[:-1])
-        print(f"ltx_inductor: LTX_INDUCTOR_REGISTER={value!r} had no effect: expected one of {accepted}", file=sys.stderr)
+        told = f"ltx_inductor: LTX_INDUCTOR_REGISTER={value!r} had no effect: expected one of {accepted}"
+        print(told, file=sys.stderr)
     if value in _TRUE:
         if _TRIGGER in sys.modules:
             _register()

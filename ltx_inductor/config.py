@@ -117,8 +117,10 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Config:
-    """The defaults as LTX_INDUCTOR_RULES (with commas), _CPU, _STRICT, _EXACT, _TRUST_BLOCK_MASK (0/1), _DUMP (a folder),
-    _VERIFY and _PROFIT set them. Raises ValueError for a value that is none, naming the variable and what is accepted.
+    """The defaults as LTX_INDUCTOR_RULES (with commas), _CPU, _STRICT, _EXACT, _TRUST_BLOCK_MASK (0/1), _DUMP (a
+    folder), _VERIFY and _PROFIT set them.
+
+    Raises ValueError for a value that is none, naming the variable and what is accepted.
     """
     env = os.environ if environ is None else environ
     return Config(

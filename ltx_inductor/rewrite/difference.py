@@ -61,7 +61,7 @@ _PRODUCT = re.compile(r"\w+(?:\*\w+)+")
 
 
 def _renamed(shapes: Mapping[str, str]) -> str:
-    """The shapes, with symbols numbered in order of appearance: first those that are a size alone, whose order is plain.
+    """The shapes, with symbols numbered in order of appearance: first those that are a size alone, in plain order.
 
     Factors are printed in the order of their names, so they are sorted again.
     """

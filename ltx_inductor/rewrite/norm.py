@@ -99,7 +99,7 @@ _WAIT = "_c10d_functional.wait_tensor.default"
 def _from_elsewhere(n: Node) -> str | None:
     """Why the squares that n holds are not those of one row: a collective made them, or an op that nobody here knows.
 
-    That is how a tensor-parallel norm looks. Between the two are copies, views and casts; None where it is something else.
+    That is how a tensor-parallel norm looks. Between the two are copies, views and casts; else None.
     """
     source: Any = n
     while isinstance(source, Node):
