@@ -31,7 +31,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ltx_inductor.kernels import compilers, rope  # noqa: E402
+from ltx_inductor.kernels import compilers, rope, rope_specs  # noqa: E402
 from tests.gpu.rope_cases import BF16, FP16, FP32, PRODUCTION, Case, Side, differing, eager, make, prepare  # noqa: E402
 
 Call = Callable[[], Any]
@@ -99,7 +99,7 @@ def floor_library() -> Any:
 
 def traffic(case: Case) -> int:
     """The compulsory bytes of a call."""
-    out = 4 if rope._CONTRACTS[case.contract][2] else 2
+    out = 4 if rope_specs.CONTRACTS[case.contract][2] else 2
     table = 4 if case.table_dtype == FP32 else 2
     total = 0
     for i, side in enumerate(s for s in (case.q, case.k) if s is not None):
@@ -117,7 +117,7 @@ def floor_call(lib: Any, case: Case, args: Sequence[Any], no_allocate: bool) -> 
     q, k = args[0], args[1]
     if case.tables in ("batch1", "expanded", "odd", "strided") or case.x not in ("plain", "slice"):
         return None
-    f32 = rope._CONTRACTS[case.contract][2]
+    f32 = rope_specs.CONTRACTS[case.contract][2]
     table = 0 if case.tables == "head1" else 2 if case.table_dtype == FP32 else 1
     own = args[4:6] if case.shared else args[6:8]
     p = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, *args[4:6], *own)]
@@ -297,7 +297,7 @@ def main() -> None:
         "unit": "us per call",
     }
 
-    production = {f"{row} {c} {rope._DTYPES[t]}": (row, c, t) for c, t in CONTRACTS for row in options.rows}
+    production = {f"{row} {c} {rope_specs.DTYPES[t]}": (row, c, t) for c, t in CONTRACTS for row in options.rows}
     others = other_shapes()
     todo = [replace(PRODUCTION[r], contract=c, table_dtype=t) for r, c, t in production.values()]
     prepare([*todo, *others.values()])

@@ -16,7 +16,7 @@ import ltx_inductor.ops.rope as ops
 from ltx_inductor import kernel_needs
 from ltx_inductor.cli import main
 from ltx_inductor.config import Config, from_environment
-from ltx_inductor.kernels import choice, compilers, counts, fna, fna_gate, gate, rope
+from ltx_inductor.kernels import choice, compilers, counts, fna, fna_gate, gate, rope, rope_specs
 from ltx_inductor.ops import na3d, na3d_verified, verified
 from ltx_inductor.rewrite.needs import KernelNeed, NeighborhoodNeed
 
@@ -125,7 +125,7 @@ def test_a_wrong_kernel_is_turned_off_with_a_repro(
     reason = rope.prepare((9, 0), contract="bf16-chain", **facts, shared=name == "pair", device=-1)  # type: ignore[arg-type]
     assert reason is not None
     assert "differs from eager" in reason
-    assert (-1, rope.Spec("fp32-rope", BF16, BF16, DIM, HEADS * DIM, False)) not in rope._off
+    assert (-1, rope_specs.Spec("fp32-rope", BF16, BF16, DIM, HEADS * DIM, False)) not in rope._off
 
 
 def test_a_declined_call_is_counted_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:

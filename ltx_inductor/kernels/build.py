@@ -122,15 +122,15 @@ def _any_finished(folder: Path, pattern: str) -> tuple[Path, bytes] | None:
 def prebuild(archs: list[str]) -> list[tuple[str, str]]:
     """Builds the launcher and the production kernels for each arch, e.g. ["9.0a", "10.0"].
 
-    Those are PRODUCTION of rope, rope_axial and fna. Returns (arch, folder of the artefacts) per arch. Needs no GPU.
+    Those are PRODUCTION of rope_specs, rope_axial and fna. Returns (arch, folder of the artefacts) per arch. Needs no GPU.
     Raises ValueError for an arch that is none, MissingToolError or BuildError where it cannot be built.
     """
-    from ltx_inductor.kernels import fna, rope, rope_axial
+    from ltx_inductor.kernels import fna, rope_axial, rope_specs
 
     numbers = [arch_number(a) for a in archs]
     folder = launcher().parent
     for number in numbers:
-        for spec in rope.PRODUCTION:
+        for spec in rope_specs.PRODUCTION:
             cubin(spec.name, number, spec.flags)
         for axial in rope_axial.PRODUCTION:
             rope_axial.cubin(axial, number)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ltx_inductor.kernels import axial_gate, fna, fna_gate, gate, rope, rope_axial
+from ltx_inductor.kernels import axial_gate, fna, fna_gate, gate, rope, rope_axial, rope_specs
 from ltx_inductor.kernels.profit import Table
 
 _ROPE, _AXIAL, _NEIGHBORHOOD = "rmsnorm_split_rope", "rmsnorm_axial_rope", "neighborhood_attention"
@@ -58,7 +58,7 @@ class _Rope:
         self._reference, self._prove = reference, prove
 
     def unsupported(self, need: Any, arch: tuple[int, int]) -> str | None:
-        return rope.unsupported(arch=arch, **_rope_facts(need))
+        return rope_specs.unsupported(arch=arch, **_rope_facts(need))
 
     def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
         assert self._reference is not None

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import rope
+from ltx_inductor.kernels import rope, rope_specs
 from ltx_inductor.ops.rope import reference
 
-CONTRACTS = tuple(rope._CONTRACTS)
+CONTRACTS = tuple(rope_specs.CONTRACTS)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -43,16 +43,16 @@ class Case:
     x: str = "plain"
     tables: str = "view"
 
-    def spec(self, side: Side) -> rope.Spec:
+    def spec(self, side: Side) -> rope_specs.Spec:
         norm = self.head_dim if self.per_head else side.heads * self.head_dim
         k = self.k
         one = k is not None and (self.per_head or k.heads == self.q.heads)
         shared = bool(one and k and self.shared and k.heads == self.q.heads)
-        return rope.Spec(
+        return rope_specs.Spec(
             self.contract, self.dtype, self.table_dtype, self.head_dim, norm, self.per_head, self.layout, shared
         )
 
-    def specs(self) -> set[rope.Spec]:
+    def specs(self) -> set[rope_specs.Spec]:
         return {self.spec(s) for s in (self.q, self.k) if s is not None}
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Case:
             self.tables,
             self.layout,
         )
-        dtypes = "-".join(rope._DTYPES[t] for t in (self.dtype, self.table_dtype))
+        dtypes = "-".join(rope_specs.DTYPES[t] for t in (self.dtype, self.table_dtype))
         return f"{sides}.d{self.head_dim}-{'-'.join(flags)}-{dtypes}-{self.contract}"
 
 
@@ -99,7 +99,7 @@ def prepare_specs(wanted: Iterable[rope.Spec], threads: int = 16) -> None:
     arch = torch.cuda.get_device_capability()
     specs = sorted(set(wanted), key=lambda s: s.name)
 
-    def one(s: rope.Spec) -> str | None:
+    def one(s: rope_specs.Spec) -> str | None:
         return rope.prepare(
             arch,
             dtype=s.dtype,
@@ -244,7 +244,7 @@ def _poison(case: Case, args: tuple[object, ...]) -> None:
     """Leaves NaN in the memory that the outputs will get."""
     for t in args[: 1 if case.k is None else 2]:
         assert isinstance(t, Tensor)
-        dtype = FP32 if rope._CONTRACTS[case.contract][2] else case.dtype
+        dtype = FP32 if rope_specs.CONTRACTS[case.contract][2] else case.dtype
         torch.empty(t.shape, dtype=dtype, device=t.device).fill_(torch.nan)
 
 

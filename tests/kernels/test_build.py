@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltx_inductor.kernels import build, compilers, fna, rope, sources, store
+from ltx_inductor.kernels import build, compilers, fna, rope, rope_specs, sources, store
 from ltx_inductor.kernels.compilers import Compiler
 
 needs_nvcc = pytest.mark.skipif(compilers.find_nvcc() is None, reason="no nvcc")
 needs_nvrtc = pytest.mark.skipif(compilers.find_nvrtc() is None, reason="no NVRTC")
 needs_cc = pytest.mark.skipif(compilers.find_cc() is None, reason="no C compiler")
-SPEC = rope.Spec("bf16-chain", torch.bfloat16, torch.bfloat16, 64, 512, False)
+SPEC = rope_specs.Spec("bf16-chain", torch.bfloat16, torch.bfloat16, 64, 512, False)
 KERNEL = {
     "dtype": torch.bfloat16,
     "table_dtype": torch.bfloat16,
@@ -172,7 +172,7 @@ def test_the_launcher_loads_and_refuses_wrong_arguments() -> None:
 @needs_nvcc
 @needs_cc
 def test_prebuild(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope, "PRODUCTION", (SPEC,))
+    monkeypatch.setattr(rope_specs, "PRODUCTION", (SPEC,))
     monkeypatch.setattr(fna, "PRODUCTION", ((3, 5, 5),))
     built = build.prebuild(["9.0a", "8.0"])
     assert [arch for arch, _ in built] == ["9.0a", "8.0"]
@@ -225,10 +225,10 @@ def test_importing_touches_neither_cuda_nor_tvm_ffi() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-TUNED = [s for s in rope.PRODUCTION if s.head_dim == 128]
+TUNED = [s for s in rope_specs.PRODUCTION if s.head_dim == 128]
 
 
-def resources(spec: rope.Spec, arch: str, tmp_path: Path) -> str:
+def resources(spec: rope_specs.Spec, arch: str, tmp_path: Path) -> str:
     nvcc = compilers.find_nvcc()
     assert nvcc is not None
     command = [nvcc.path, "-cubin", f"-arch=sm_{arch}", "-O3", "-Xptxas", "-v", *sources.DEVICE_FLAGS, *spec.flags]
@@ -252,20 +252,20 @@ def test_every_arch_compiles_without_spills(arch: str, tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("spec", rope.PRODUCTION, ids=lambda s: s.name)
-def test_production_kernels_do_not_spill(spec: rope.Spec, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", rope_specs.PRODUCTION, ids=lambda s: s.name)
+def test_production_kernels_do_not_spill(spec: rope_specs.Spec, tmp_path: Path) -> None:
     assert set(re.findall(r"(\d+) bytes spill", resources(spec, "90", tmp_path))) == {"0"}
 
 
 OTHERS = [
-    rope.Spec("fp32-all-result-muladd", torch.float16, torch.float32, 256, 8192, False, "bhsd", True),
-    rope.Spec("fp32-rope", torch.bfloat16, torch.float32, 40, 16360, False, "bshd", True),
-    rope.Spec("fp32-result-muladd", torch.float16, torch.float16, 248, 248, True, "bhsd", True),
-    rope.Spec("bf16-chain", torch.float16, torch.float16, 32, 32, True, "bshd", False),
+    rope_specs.Spec("fp32-all-result-muladd", torch.float16, torch.float32, 256, 8192, False, "bhsd", True),
+    rope_specs.Spec("fp32-rope", torch.bfloat16, torch.float32, 40, 16360, False, "bshd", True),
+    rope_specs.Spec("fp32-result-muladd", torch.float16, torch.float16, 248, 248, True, "bhsd", True),
+    rope_specs.Spec("bf16-chain", torch.float16, torch.float16, 32, 32, True, "bshd", False),
 ]
 
 
 @needs_nvcc
 @pytest.mark.parametrize("spec", OTHERS, ids=lambda s: s.name)
-def test_corners_compile(spec: rope.Spec, tmp_path: Path) -> None:
+def test_corners_compile(spec: rope_specs.Spec, tmp_path: Path) -> None:
     resources(spec, "90", tmp_path)

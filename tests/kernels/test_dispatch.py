@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import ltx_inductor.ops.rope as ops
-from ltx_inductor.kernels import build, compilers, rope
+from ltx_inductor.kernels import build, compilers, rope, rope_specs
 
 pytestmark = pytest.mark.skipif(compilers.find_cc() is None, reason="no C compiler")
 
@@ -55,7 +55,7 @@ def recorded() -> Recorded:
     library = rope._library()
     assert rope.register(library, "ltx_dispatch_test", "CPU"), "torch lacks a symbol of its stable ABI"
     specs = [
-        rope.Spec(contract, dtype, tables, D, D if per_head else HEADS * D, per_head, layout, shared)
+        rope_specs.Spec(contract, dtype, tables, D, D if per_head else HEADS * D, per_head, layout, shared)
         for contract, dtype, tables in (
             ("bf16-chain", BF16, BF16),
             ("fp32-rope", BF16, FP32),
@@ -66,7 +66,7 @@ def recorded() -> Recorded:
         for shared in (False, True)
     ]
     for s in specs:
-        rounding, _, out_f32 = rope._CONTRACTS[s.contract]
+        rounding, _, out_f32 = rope_specs.CONTRACTS[s.contract]
         flags = (s.dtype == FP16, s.table_dtype == FP32, out_f32, rounding == 2, s.layout == "bhsd", s.shared)
         handle = library.get_function("rope_open")(0, 0, s.head_dim, s.norm, int(s.per_head), *map(int, flags))
         library.get_function("rope_serve")(handle, -1, rope._address(s.contract))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ltx_inductor.contract import CONTRACTS
-from ltx_inductor.kernels import rope
+from ltx_inductor.kernels import rope, rope_specs
 
 GOOD: dict[str, Any] = {
     "dtype": torch.bfloat16,
@@ -28,7 +28,7 @@ def test_every_contract_has_a_kernel_on_every_arch(contract: str, arch: tuple[in
     for head_dim in range(32, 257, 8):
         for per_head in (False, True):
             case = {**GOOD, "contract": contract, "arch": arch, "head_dim": head_dim, "hidden": 4 * head_dim}
-            assert rope.unsupported(**{**case, "table_dtype": torch.bfloat16, "per_head": per_head}) is None
+            assert rope_specs.unsupported(**{**case, "table_dtype": torch.bfloat16, "per_head": per_head}) is None
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def test_every_contract_has_a_kernel_on_every_arch(contract: str, arch: tuple[in
     ],
 )
 def test_refusals_say_found_and_expected(change: dict[str, Any], words: str) -> None:
-    reason = rope.unsupported(**{**GOOD, **change})
+    reason = rope_specs.unsupported(**{**GOOD, **change})
     assert reason is not None
     assert words in reason
 
 
 def test_a_norm_per_head_has_no_limit_on_hidden() -> None:
-    assert rope.unsupported(**{**GOOD, "per_head": True, "hidden": 128 * 1000}) is None
+    assert rope_specs.unsupported(**{**GOOD, "per_head": True, "hidden": 128 * 1000}) is None
 
 
 def test_names_and_flags_tell_configurations_apart() -> None:
-    base = rope.Spec("fp32-rope", torch.bfloat16, torch.float32, 128, 4096, False)
+    base = rope_specs.Spec("fp32-rope", torch.bfloat16, torch.float32, 128, 4096, False)
     changes: list[dict[str, Any]] = [{}, {"layout": "bhsd"}, {"shared": True}, {"norm": 2048}, {"head_dim": 64}]
     changes += [{"contract": c} for c in CONTRACTS if c not in ("fp32-rope", "bf16-chain")]
     changes += [{"dtype": torch.float16}, {"table_dtype": torch.bfloat16}, {"per_head": True, "norm": 128}]
@@ -67,7 +67,7 @@ def test_names_and_flags_tell_configurations_apart() -> None:
 
 def test_kernels_and_contract_table_agree() -> None:
     for name, c in CONTRACTS.items():
-        rounding, fma, out_f32 = rope._CONTRACTS[name]
+        rounding, fma, out_f32 = rope_specs.CONTRACTS[name]
         assert (rounding == 0, rounding < 2) == (c.narrow_product, c.narrow_norm)
         assert (bool(fma), not out_f32) == (c.fused_sum, c.narrow_result)
 
