@@ -56,7 +56,7 @@ def arch_number(arch: str | tuple[int, int]) -> str:
 def cubin(name: str, arch: str, flags: Sequence[str], source: str = "rope.cu", *, build: bool = True) -> bytes:
     """The kernels of one configuration. `name` says what `flags` (-D...) say; `arch` is a number such as "90".
 
-    With build=False only the cache is asked. Raises MissingToolError, BuildError, or OSError (cache not writable).
+    With build=False only the cache is asked. Raises MissingToolError or BuildError.
     """
     folder = store.cache_root() / source_digest()[:16]
     stem = f"{name}-sm_{arch}"
@@ -91,7 +91,7 @@ def cubin(name: str, arch: str, flags: Sequence[str], source: str = "rope.cu", *
 
 
 def launcher() -> Path:
-    """The launcher library, ready to be loaded. Raises MissingToolError, BuildError or OSError."""
+    """The launcher library, ready to be loaded. Raises MissingToolError, BuildError, or OSError (nowhere to put it)."""
     import tvm_ffi
     from tvm_ffi import libinfo
 
@@ -108,7 +108,7 @@ def launcher() -> Path:
     includes = {libinfo.find_include_path(), libinfo.find_dlpack_include_path(), str(csrc_dir())}
     flags = [*HOST_FLAGS, *(f"-I{i}" for i in sorted(includes)), f"-L{library.parent}", "-ltvm_ffi", "-ldl"]
     store.read_or_build(path, functools.partial(compilers.compile_c, cc, csrc_dir() / "launcher.c", flags))
-    return path
+    return store.as_file(path)
 
 
 def _any_finished(folder: Path, pattern: str) -> tuple[Path, bytes] | None:
@@ -122,8 +122,9 @@ def _any_finished(folder: Path, pattern: str) -> tuple[Path, bytes] | None:
 def prebuild(archs: list[str]) -> list[tuple[str, str]]:
     """Builds the launcher and the production kernels for each arch, e.g. ["9.0a", "10.0"].
 
-    Those are PRODUCTION of rope_specs, rope_axial and fna. Returns (arch, folder of the artefacts) per arch. Needs no GPU.
-    Raises ValueError for an arch that is none, MissingToolError or BuildError where it cannot be built.
+    Those are PRODUCTION of rope_specs, rope_axial and fna. Returns (arch, folder of the artefacts) per arch. Needs no
+    GPU. Raises ValueError for an arch that is none, MissingToolError or BuildError where it cannot be built, OSError
+    where the cache cannot be written.
     """
     from ltx_inductor.kernels import fna, rope_axial, rope_specs
 
@@ -137,6 +138,8 @@ def prebuild(archs: list[str]) -> list[tuple[str, str]]:
         if number == arch_number(fna.ARCH):
             for window in fna.PRODUCTION:
                 fna.cubin(window)
+    if store.unpublished():
+        raise OSError(f"the kernel cache {store.cache_root()} cannot be written: nothing was kept of what was built")
     return [(arch, str(folder)) for arch in archs]
 
 

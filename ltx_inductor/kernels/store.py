@@ -7,23 +7,32 @@ file in the same folder and renames it. Writers of one artefact take a file lock
 compile the same kernel; a lock that is not had within LOCK_TIMEOUT_S seconds is ignored (its holder may hang, and a
 second build costs time, not correctness: both publish the same bytes). Nothing is changed in place or deleted.
 
+A folder that cannot be written (full, read-only) costs the other processes what this one has built: it warns once, and
+keeps what it could not publish until it ends.
+
 Damage. Every artefact ends in a seal: the SHA-256 of what comes before it, and a magic number. What does not verify
 (a full disk, a killed copy) counts as absent and is built again. A loader of ELF ignores bytes after its end.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 log = logging.getLogger("ltx_inductor")
 LOCK_TIMEOUT_S = 300.0
 _MAGIC = b"LTXSEAL1"
 _SEAL = hashlib.sha256().digest_size + len(_MAGIC)
+_kept: dict[Path, bytes] = {}  # what could not be published, by where it should be
+_warned: set[Path] = set()  # folders
 
 
 def cache_root() -> Path:
@@ -51,6 +60,8 @@ def unsealed(content: bytes) -> bytes | None:
 
 def read(path: Path) -> bytes | None:
     """The payload of the artefact at `path`; None if it is not there, not readable or does not verify."""
+    if path in _kept:
+        return _kept[path]
     try:
         return unsealed(path.read_bytes())
     except OSError:
@@ -74,29 +85,76 @@ def publish(path: Path, payload: bytes) -> None:
 
 
 def read_or_build(path: Path, build: Callable[[], bytes], timeout_s: float = LOCK_TIMEOUT_S) -> bytes:
-    """The payload at `path`, built and published first if it is absent or damaged.
+    """The payload at `path`, built first if it is absent or damaged, and published where that can be.
 
-    Raises OSError where the folder cannot be written, and whatever `build` raises.
+    Raises whatever `build` raises.
     """
     payload = read(path)
     if payload is not None:
         return payload
+    with _locked(path, timeout_s):
+        payload = read(path)  # whoever held the lock may have built it
+        if payload is None:
+            payload = build()
+            try:
+                publish(path, payload)
+            except OSError as error:
+                _kept[path] = payload
+                _warn_once(path.parent, error)
+        return payload
+
+
+@contextlib.contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Holds the lock of `path`, if it can be had."""
     import filelock
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(str(path) + ".lock")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=timeout_s)
     except filelock.Timeout:  # see Concurrency
         log.warning(
             "another process has held the lock %s.lock for %g s and may hang: building without it", path, timeout_s
         )
+    except OSError as error:  # publishing will fail too, and tell
+        log.debug("no lock %s.lock: %s", path, error)
     try:
-        payload = read(path)  # whoever held the lock may have built it
-        if payload is None:
-            payload = build()
-            publish(path, payload)
-        return payload
+        yield
     finally:
         if lock.is_locked:
             lock.release()
+
+
+def as_file(path: Path) -> Path:
+    """A file with the payload of `path`, to be loaded by its name: `path`, or this process's own copy of what could not
+    be published. Raises OSError where not even a temporary file can be written."""
+    if path not in _kept:
+        return path
+    copy = _private_folder() / path.name
+    if not copy.exists():
+        publish(copy, _kept[path])
+    return copy
+
+
+@functools.cache
+def _private_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="ltx-inductor-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def unpublished() -> list[Path]:
+    """Where the artefacts should be that only this process has."""
+    return sorted(_kept)
+
+
+def _warn_once(folder: Path, error: OSError) -> None:
+    if folder in _warned:
+        return
+    _warned.add(folder)
+    log.warning(
+        "the kernel cache cannot be written (%s): every process builds its kernels again; set LTX_INDUCTOR_CACHE to a "
+        "folder that can be written",
+        error,
+    )

@@ -16,6 +16,12 @@ import pytest
 from ltx_inductor.kernels import store
 
 
+@pytest.fixture(autouse=True)
+def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_kept", {})
+    monkeypatch.setattr(store, "_warned", set())
+
+
 def test_round_trip_leaves_one_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "kernel.cubin"
     store.publish(path, b"payload")
@@ -136,9 +142,8 @@ def _with_a_full_disk(path: Path) -> None:
     with pytest.raises(OSError):
         store.publish(path, PAYLOAD)
     assert list(path.parent.iterdir()) == []
-    with pytest.raises(OSError):
-        store.read_or_build(path, lambda: PAYLOAD)
-    assert store.read(path) is None
+    assert store.read_or_build(path, lambda: PAYLOAD) == PAYLOAD
+    assert not path.exists()
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -149,10 +154,33 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_os_error_of_publish_only(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(OSError, match="ermission"):
-        store.read_or_build(tmp_path / "a" / "kernel.cubin", lambda: b"payload")
+        store.publish(tmp_path / "a" / "kernel.cubin", b"payload")
+    assert store.read_or_build(tmp_path / "a" / "kernel.cubin", lambda: b"payload") == b"payload"
+
+
+def test_what_cannot_be_published_is_built_once_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    paths = [tmp_path / "file" / "cache" / name for name in ("a.so", "b.so")]
+    built = []
+    for path in (*paths, *paths):
+        assert store.read_or_build(path, lambda: built.append(1) or b"payload") == b"payload"
+    assert len(built) == 2
+    assert caplog.text.count("the kernel cache cannot be written") == 1
+    assert store.unpublished() == paths
+    copy = store.as_file(paths[0])
+    assert copy == store.as_file(paths[0])
+    assert copy.read_bytes().startswith(b"payload")
+    assert copy.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_was_published_is_its_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "kernel.cubin"
+    store.read_or_build(path, lambda: b"payload")
+    assert store.as_file(path) == path
+    assert store.unpublished() == []
 
 
 def test_the_environment_moves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
