@@ -192,13 +192,14 @@ def _kernel_cache() -> Finding:
 
 
 def _proofs() -> Finding:
-    from ltx_inductor.kernels import proofs
+    from ltx_inductor.kernels import proofs, repro
 
     here = [p for p in proofs.all_kept() if p.get("torch") == torch.__version__]
-    good = Counter(f"{_proved(p)} on {p['device']}" for p in here if not p["refusal"])
-    bad = [p["refusal"] for p in here if p["refusal"]]
-    if bad:
-        return Finding("proofs", f"{len(bad)} of {len(here)} kernels are not used", bad[0], "please report it")
+    good = Counter(f"{_proved(p)} on {p['device']}" for p in here)
+    wrong = repro.all_kept()
+    if wrong:
+        text = f"{len(wrong)} wrong results of kernels are kept"
+        return Finding("proofs", text, "these kernels were not used", f"python -m ltx_inductor replay {wrong[-1]}")
     text = ", ".join(f"{n} x {name}" for name, n in sorted(good.items()))
     return Finding("proofs", text or f"none yet with torch {torch.__version__}: made at the first compile on a GPU")
 

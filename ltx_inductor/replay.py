@@ -37,10 +37,10 @@ def replay(path: str | Path) -> dict[str, Any]:
     data = _load(Path(path))
     if not torch.cuda.is_available():
         raise ReplayError("there is no GPU here, and the kernel runs on one only")
-    args = _on_the_gpu(data["args"])
+    args, forced = _on_the_gpu(data["args"]), data.get("path", rope.AUTO)
     with torch.no_grad():
         others = {_NA3D: _neighborhood, _AXIAL: _axial}
-        elements, wrong = others[data["op"]](args) if data["op"] in others else _rope(data["op"], args)
+        elements, wrong = others[data["op"]](args) if data["op"] in others else _rope(data["op"], args, forced)
     recorded = {k: data[k] for k in ("torch", "cuda", "device")}
     here = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "device": torch.cuda.get_device_name()}
     return {
@@ -52,11 +52,11 @@ def replay(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _rope(op: str, args: list[Any]) -> tuple[int, int]:
+def _rope(op: str, args: list[Any], path: int) -> tuple[int, int]:
     """(elements, how many of them differ)"""
     _prepare(args)
     launch, eager = _OPS[op]
-    got, want = launch(*args), eager(*args)
+    got, want = launch(*args, path=path), eager(*args)
     if got is None:
         raise ReplayError(_DECLINED)
     pairs = list(zip(_tuple(got), _tuple(want), strict=True))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ltx_inductor import bench, cli, demo, doctor, kernels
-from ltx_inductor.kernels import build, store
+from ltx_inductor.kernels import build, repro, store
 from ltx_inductor.rewrite.report import GraphReport, Refusal, RewriteReport, Site
 from tests import stand_in
 
@@ -206,8 +206,9 @@ def test_doctor_knows_the_cache_and_the_proofs(monkeypatch, tmp_path):
     attention = {"window": [11, 11, 11], "errors": {}, "device": "a GPU", "torch": torch.__version__, "refusal": None}
     store.publish(tmp_path / "cache" / "proofs" / "n.proof", json.dumps(attention).encode())
     assert doctor._proofs().found == "1 x bf16-chain on a GPU, 1 x window 11x11x11 on a GPU"
-    store.publish(tmp_path / "cache" / "proofs" / "b.proof", json.dumps(record | {"refusal": "it differs"}).encode())
-    assert doctor._proofs().cost == "it differs"
+    command = repro.save("rmsnorm_split_rope", (torch.ones(2),))
+    assert doctor._proofs().found == "1 wrong results of kernels are kept"
+    assert command.endswith(doctor._proofs().do)
 
 
 def test_doctor_knows_the_no_code_start(monkeypatch):

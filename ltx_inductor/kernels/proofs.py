@@ -1,7 +1,8 @@
-"""What was found when a kernel was tried, once per (kernel, compute capability, torch, CUDA); it is kept on disk.
+"""What was found when a kernel was tried, once per (artefact, compute capability, torch, CUDA).
 
-The records lie beside the artefacts. gate.py and fna_gate.py say what is tried. A record is JSON-ready and has at least
-the keys device, torch and refusal: None, or why the kernel is not used.
+gate.py and fna_gate.py say what is tried. A record is JSON-ready and has at least the keys device, torch and refusal:
+None, or why the kernel is not used. Kernels that passed are kept on disk, beside the artefacts; one that failed is
+remembered by this process only, so that whatever was at fault (a driver, a card) can be mended.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ Record = dict[str, Any]
 log = logging.getLogger("ltx_inductor")
 _lock = threading.Lock()
 _verdicts: dict[str, Record] = {}
+_this_thread = threading.local()
+
+
+class PostponedError(RuntimeError):
+    """A kernel could not be tried now; the message says why. Nothing is known of it."""
 
 
 def verdict(device: int, facts: Sequence[str], measure: Callable[[], Record]) -> Record:
     """The record of the kernel that `facts` stand for: this process's, the disk's, or what `measure` finds now.
 
-    `measure` runs outside of any fake-tensor or tracing mode, with `device` current, and never inside CUDA-graph
-    capture: no graph is compiled there.
+    `measure` runs outside of any fake-tensor or tracing mode, with `device` current, and may launch kernels that nobody
+    else may yet (`measuring`). Raises PostponedError while a CUDA graph is being captured, and what `measure` raises.
     """
     key = _key(device, facts)
     with _lock:
@@ -39,22 +45,49 @@ def verdict(device: int, facts: Sequence[str], measure: Callable[[], Record]) ->
             found = _read(path)
             if found is None:
                 with real_tensors(), torch.cuda.device(device):
-                    found = measure()
-                try:
-                    store.publish(path, json.dumps(found, indent=2).encode())
-                except OSError as error:  # such as a cache that was filled elsewhere and is read-only here
-                    log.warning("a proof is kept for this process only: %s cannot be written: %s", path, error)
+                    if torch.cuda.is_current_stream_capturing():
+                        raise PostponedError(
+                            "a CUDA graph is being captured, in which no kernel can be compared with eager before its "
+                            "first use; compile (or call the compiled model once) before the capture"
+                        )
+                    found = _measured(measure)
+                if found["refusal"] is None:
+                    _publish(path, found)
             _verdicts[key] = found
         return _verdicts[key]
 
 
+def _measured(measure: Callable[[], Record]) -> Record:
+    _this_thread.measuring = True
+    try:
+        return measure()
+    finally:
+        _this_thread.measuring = False
+
+
+def measuring() -> bool:
+    """Is this thread trying a kernel? Then it may launch one that is not accepted yet."""
+    return getattr(_this_thread, "measuring", False)
+
+
+def _publish(path: Path, record: Record) -> None:
+    try:
+        store.publish(path, json.dumps(record, indent=2).encode())
+    except OSError as error:  # such as a cache that was filled elsewhere and is read-only here
+        log.warning("a proof is kept for this process only: %s cannot be written: %s", path, error)
+
+
 def kept(device: int, facts: Sequence[str]) -> Record | None:
-    """The record on disk, if there is one."""
-    return _read(_folder() / f"{_key(device, facts)}.proof")
+    """The record of a kernel that has passed: this process's, or the one on disk; None if there is none."""
+    key = _key(device, facts)
+    found = _verdicts.get(key)
+    if found is not None:
+        return found if found["refusal"] is None else None
+    return _read(_folder() / f"{key}.proof")
 
 
 def all_kept() -> list[Record]:
-    """Every record on this machine's disk."""
+    """Every record on this machine's disk: what has passed."""
     found = (_read(path) for path in sorted(_folder().glob("*.proof")))
     return [record for record in found if record is not None]
 
@@ -81,4 +114,5 @@ def _folder() -> Path:
 
 def _read(path: Path) -> Record | None:
     payload = store.read(path)
-    return None if payload is None else dict(json.loads(payload))
+    record = None if payload is None else dict(json.loads(payload))
+    return record if record is not None and record["refusal"] is None else None  # older versions kept failures too

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ltx_inductor.kernels import proofs
+from ltx_inductor.kernels import proofs, store
 
 
 @pytest.fixture
@@ -21,13 +23,14 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(proofs, "_verdicts", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return []
 
 
-def ask(measured: list[str], *facts: str) -> proofs.Record:
+def ask(measured: list[str], *facts: str, refusal: str | None = None) -> proofs.Record:
     def measure() -> proofs.Record:
         measured.append(facts[0])
-        return {"refusal": None, "of": facts[0]}
+        return {"refusal": refusal, "of": facts[0]}
 
     return proofs.verdict(0, facts, measure)
 
@@ -88,6 +91,58 @@ def test_a_failed_measurement_leaves_nothing(measured: list[str]) -> None:
     assert proofs.all_kept() == []
     ask(measured, "a")
     assert measured == ["a"]
+
+
+def test_a_failure_is_remembered_by_its_process_only(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        assert ask(measured, "a", refusal="it differs")["refusal"] == "it differs"
+    assert measured == ["a"]
+    assert (proofs.kept(0, ("a",)), proofs.all_kept(), list(proofs._folder().glob("*"))) == (None, [], [])
+    monkeypatch.setattr(proofs, "_verdicts", {})  # another process, with another driver, say
+    assert ask(measured, "a")["refusal"] is None
+    assert measured == ["a", "a"]
+
+
+def test_a_failure_that_an_older_version_kept_is_no_verdict(measured: list[str]) -> None:
+    path = proofs._folder() / f"{proofs._key(0, ('a',))}.proof"
+    store.publish(path, json.dumps({"refusal": "it differs", "of": "a"}).encode())
+    assert (proofs.kept(0, ("a",)), proofs.all_kept()) == (None, [])
+    assert ask(measured, "a")["refusal"] is None
+
+
+def test_a_proof_that_could_not_be_written_is_kept_by_its_process(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path / "file"))
+    ask(measured, "a")
+    assert proofs.kept(0, ("a",)) == {"refusal": None, "of": "a"}
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(proofs.PostponedError, match="a CUDA graph is being captured"):
+        ask(measured, "a")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ask(measured, "a")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert ask(measured, "a")["of"] == "a"  # known: nothing to measure
+    assert measured == ["a"]
+
+
+def test_only_the_thread_that_measures_may_launch_what_is_not_accepted(measured: list[str]) -> None:
+    seen: list[bool] = []
+
+    def measure() -> proofs.Record:
+        seen.append(proofs.measuring())
+        other = threading.Thread(target=lambda: seen.append(proofs.measuring()))
+        other.start()
+        other.join()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        proofs.verdict(0, ("a",), measure)
+    assert [*seen, proofs.measuring()] == [True, False, False]
 
 
 def test_it_measures_real_tensors_while_a_graph_is_compiled(measured: list[str]) -> None:
