@@ -37,6 +37,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_kept", {})
     monkeypatch.setattr(store, "_warned", set())
     monkeypatch.setattr(rope, "_images", {})
+    monkeypatch.setattr(rope, "_accepted", set())
     monkeypatch.setattr(rope, "_library", functools.lru_cache(maxsize=1)(rope._library.__wrapped__))
     monkeypatch.setattr(rope, "_registered", [False])  # the ops stay with the launcher of the process
 
@@ -51,7 +52,7 @@ def test_spellings_of_an_arch(spelling: str | tuple[int, int]) -> None:
     assert build.arch_number(spelling) == "90"
 
 
-@pytest.mark.parametrize("wrong", ["7.5", "hopper", "", "13.0", (7, 5)])
+@pytest.mark.parametrize("wrong", ["7.5", "hopper", "", "sm_2", (7, 5)])
 def test_an_arch_that_is_none(wrong: str | tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="expected a compute capability"):
         build.arch_number(wrong)
@@ -59,6 +60,18 @@ def test_an_arch_that_is_none(wrong: str | tuple[int, int]) -> None:
 
 def test_two_digit_major() -> None:
     assert build.arch_number("12.0") == build.arch_number((12, 0)) == "120"
+    assert build.arch_number("13.0") == build.arch_number((13, 0)) == "130"
+
+
+@needs_nvcc
+@needs_cc
+def test_an_arch_that_the_compiler_does_not_know_is_a_sentence() -> None:
+    reason = rope.prepare((99, 0), **KERNEL)
+    assert reason is not None
+    assert reason.startswith(
+        "rope-bf16-chain-bf16-bf16-d64-n512-bshd-separate cannot be built for compute capability 99.0"
+    )
+    assert "sm_990" in reason
 
 
 @needs_nvcc
