@@ -68,7 +68,7 @@ def _ours(backend: Any, kwargs: Mapping[str, Any]) -> natten_calls.Compile | Non
     if backend is not ltx_backend:
         return None
     config, _ = split_options(kwargs.get("mode"), kwargs.get("options"), kwargs.get("dynamic"))
-    return natten_calls.Compile(config, device_kernels(config.verify != "off", config.profit))
+    return natten_calls.Compile(config, device_kernels(config.prove, config.profit))
 
 
 natten_calls.install(ltx_backend, _ours)

@@ -26,12 +26,13 @@ class Config:
     cpu:     rewrite CPU graphs too. The op then runs its reference, which is slower than Inductor's C++.
     strict:  a lost or refused site is an error (LostFusionError) instead of a line in the report.
     dump:    folder for before/after/diff files of every graph and every rewrite, or None.
-    exact:   only rewrites that have the bits of what they replace; neighborhood attention then needs the kernel that
-             has NATTEN's, and is refused where there is none. The other rules have eager's bits anyway.
+    exact:   only rewrites that are proved to have the bits of what they replace, whatever `verify` says; neighborhood
+             attention then needs the kernel that has NATTEN's, and is refused where there is none.
     trust_block_mask: take the BlockMask of a FlexAttention for what create_block_mask makes of its mask_mod, where
              the graph does not show that it is, because it comes in as an input.
     verify:  when a kernel is compared with eager: "first", before its first use on a device and torch version;
-             "always", at every call too, where a difference turns it off (to debug: eager runs beside it); or "off".
+             "always", at every call too, where a difference turns it off (to debug: eager runs beside it); or "off",
+             where `exact` is not asked for.
     profit:  what is left alone although it is legal, because it would be slower: "measured", where the measurements
              that the package carries say so; "any", nothing; or the path of a table of your own (benchmarks/profit.py).
     """
@@ -64,6 +65,11 @@ class Config:
             raise ValueError(
                 f"profit={self.profit!r}: expected one of {', '.join(PROFIT)}, or a file of benchmarks/profit.py"
             )
+
+    @property
+    def prove(self) -> bool:
+        """Is a kernel compared with eager before its first use?"""
+        return self.exact or self.verify != "off"
 
     def with_options(self, options: Mapping[str, Any]) -> Config:
         """A copy with the `ltx_inductor.*` keys of `options` applied; other keys are ignored.

@@ -68,7 +68,7 @@ class LtxPass(CustomGraphPass):
         self.config = config
 
     def __call__(self, graph: fx.Graph) -> None:
-        prove = self.config.verify != "off"
+        prove = self.config.prove
         kernels = Remembering(device_kernels(prove, self.config.profit), prove)
         session.deliver(rewrite(graph, self.config, _for_a_package() or kernels), kernels.needs)
         _lower_directly()

@@ -139,7 +139,7 @@ def _ours(backend: Any, _: Mapping[str, Any]) -> natten_calls.Compile | None:
     config = current_config()
     if config is None or not (isinstance(backend, torch._TorchCompileInductorWrapper) or backend in _inductors()):
         return None
-    return natten_calls.Compile(config, device_kernels(config.verify != "off", config.profit))
+    return natten_calls.Compile(config, device_kernels(config.prove, config.profit))
 
 
 def _inductors() -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import torch
 
 import ltx_inductor
 import ltx_inductor.ops.rope as ops
-from ltx_inductor import kernel_needs
+from ltx_inductor import joint_pass, kernel_needs
 from ltx_inductor.cli import main
 from ltx_inductor.config import Config, from_environment
 from ltx_inductor.kernels import choice, compilers, counts, fna, fna_gate, gate, rope, rope_specs
@@ -156,6 +156,23 @@ def test_off_proves_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     off = choice.DeviceKernels(ops.reference, prove=False)
     assert off.refusal(need) is None
     assert "verify is off" in off.proof(need)
+
+
+@pytest.mark.parametrize(
+    ("options", "prove"), [({}, True), ({"verify": "off"}, False), ({"verify": "off", "exact": True}, True)]
+)
+def test_exact_proves_whatever_verify_says(
+    options: dict[str, Any], prove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    real = joint_pass.device_kernels
+    monkeypatch.setattr(joint_pass, "device_kernels", lambda prove, profit: asked.append(prove) or real(prove, profit))
+    with torch.no_grad():
+        torch._dynamo.reset()
+        options = {f"ltx_inductor.{k}": v for k, v in options.items()}
+        with torch._inductor.config.patch(force_disable_caches=True):
+            torch.compile(lambda x: x + 1, backend="ltx", options=options)(torch.ones(3))
+    assert asked == [prove]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
