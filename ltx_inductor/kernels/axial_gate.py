@@ -80,7 +80,8 @@ def draw(spec: Spec, grid: Sequence[int], heads: int, device: int) -> tuple[Tens
     """
     gen = torch.Generator().manual_seed(0)
     where = torch.device("cuda", device)
-    x = gate.awkward(torch.randn((*grid, heads, spec.head_dim), generator=gen).flatten(0, -3).unsqueeze(0))
+    x = torch.randn((*grid, heads, spec.head_dim), generator=gen).flatten(0, -3).unsqueeze(0)
+    x = gate.awkward(x, spec.dtype)
     cos, sin = [], []
     for axis, pairs in enumerate(spec.pairs):
         along = len(grid) - len(spec.pairs) + axis

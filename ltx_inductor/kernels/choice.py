@@ -62,7 +62,8 @@ class _Rope:
 
     def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
         assert self._reference is not None
-        missing = rope.prepare(arch, **_rope_facts(need), layout=need.layout, shared=need.shared, device=device)
+        facts = {**_rope_facts(need), "layout": need.layout, "shared": need.shared}
+        missing = rope.prepare(arch, **facts, device=device, trial=self._prove)
         if missing is not None or not self._prove:
             return missing
         return gate.refusal(need, device, self._reference)

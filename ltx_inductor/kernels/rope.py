@@ -3,12 +3,16 @@
 A configuration is compiled by itself, with head_dim, hidden size, dtypes and contract as constants: about one
 second, once per machine. `prepare` does that when a graph is compiled; `launch_single` and `launch_pair` only look up
 the loaded kernels. docs/kernels-rope.md describes the kernels.
+
+A loaded kernel is launched, from here or by the ops' C kernel, once it is accepted: by its gate (gate.py), by whoever
+calls `prepare` and asks for no trial, or for a proof that is kept on disk.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build, counts
+from ltx_inductor.kernels import build, counts, proofs
 from ltx_inductor.kernels.rope_specs import CONTRACTS, LAYOUTS, Spec, unsupported
 
-# What may be forced on a launch, for tests and benchmarks: let the launcher choose; one CTA per token (q and k
+# What may be forced on a launch, by the gate, tests and benchmarks: let the launcher choose; one CTA per token (q and k
 # together); one CTA per row; the any-stride kernel.
 AUTO, PAIR, ROW, ANY = 0, 1, 2, 3
 DRY = -1  # everything but the launch: what the host costs
@@ -30,12 +34,14 @@ log = logging.getLogger("ltx_inductor")
 
 
 class KernelNotReadyError(RuntimeError):
-    """A launch met a configuration that `prepare` has not made ready, and the cache has no finished artefact of it."""
+    """A launch met a configuration that is not built, that nobody has compared with eager, or that is turned off."""
 
 
 _lock = threading.Lock()
 _images: dict[tuple[str, Spec], bytes] = {}  # (arch number, spec) -> cubin
 _handles: dict[tuple[int, Spec], int] = {}  # (device, spec) -> the launcher's handle
+_accepted: set[tuple[int | str, Spec]] = set()  # (device, or an arch number for all of its devices; spec)
+_served: set[tuple[int, Spec]] = set()  # (device, spec) that the ops' C kernel launches
 _off: dict[tuple[int, Spec], str] = {}  # (device, spec) -> why it must not run
 _plans: dict[tuple[Any, ...], _Plan] = {}  # shapes, dtypes, device, heads, contract, layout -> how to launch
 _MAX_PLANS = 4096
@@ -53,13 +59,15 @@ def prepare(
     layout: str = "bshd",
     shared: bool = False,
     device: int | None = None,
+    trial: bool = False,
 ) -> str | None:
     """Makes the kernels of one configuration ready: None, or a sentence that says what is missing and what to do.
 
     To be called when a graph is compiled. The arguments are those of `unsupported`, and: `layout` of the output;
     `shared`, which is `k_cos is None and q_heads == k_heads` of a pair, and False for a single tensor; `device`, on
-    which the kernels are to be resident too (default: none; the first launch then does it). A pair whose sides have
-    different hidden sizes (norm over the row) runs as two singles: prepare each.
+    which the kernels are to be resident too (default: none; the first launch then does it); `trial`: the gate has to
+    `accept` the kernels before anybody else may launch them. A pair whose sides have different hidden sizes (norm over
+    the row) runs as two singles: prepare each.
     Thread safe, idempotent and, once ready, a dictionary look-up. Never raises for a missing compiler.
     """
     reason = unsupported(
@@ -82,15 +90,64 @@ def prepare(
             image = build.cubin(spec.name, number, spec.flags)
             _library()
             _images[number, spec] = image
-        if device is not None and (device, spec) not in _handles:
+        if device is not None:
             _open(device, number, spec)
-    except (build.MissingToolError, build.BuildError) as error:
+        if not trial:
+            _accepted.add((number, spec))
+            if device is not None:
+                accept(device, spec)
+    except build.BuildError as error:
+        return f"{spec.name} cannot be built for compute capability {arch[0]}.{arch[1]}: {error}"
+    except build.MissingToolError as error:
         return str(error)
     except ImportError as error:
         return f"{error}; install it with `pip install apache-tvm-ffi filelock platformdirs`"
     except OSError as error:
-        return f"the kernel cache cannot be written: {error}; set LTX_INDUCTOR_CACHE to a writable folder"
+        return (
+            f"neither the kernel cache nor a temporary folder can be written: {error}; set LTX_INDUCTOR_CACHE to a "
+            "writable folder"
+        )
     return None
+
+
+def accept(device: int, spec: Spec) -> None:
+    """From now on the kernels, which are loaded on `device`, may be launched, by the ops' C kernel too."""
+    key = device, spec
+    with _lock:
+        if key in _off:
+            return
+        if key not in _served:
+            _library().get_function("rope_serve")(_handles[key], device, _address(spec.contract))
+            _served.add(key)
+        _accepted.add(key)
+
+
+def turn_off(device: int, spec: Spec, sentence: str) -> None:
+    """The kernels are not launched any more on `device` in this process, whoever has accepted them; `sentence`: why."""
+    key = device, spec
+    with _lock:
+        _off[key] = sentence
+        if key in _handles:
+            _library().get_function("rope_unserve")(_handles[key])
+        _served.discard(key)
+    _plans.clear()
+
+
+def turn_off_call(args: Sequence[Any], sentence: str) -> None:
+    """`turn_off` for every configuration that a call of an op with these arguments may use."""
+    sides = [t for t in args[: 2 if len(args) > 8 else 1] if isinstance(t, Tensor)]
+    cos, contract, layout = args[4] if len(sides) == 2 else args[2], *args[-2:]
+    for x in sides:
+        for shared in (False, True):
+            spec = Spec(contract, x.dtype, cos.dtype, 2 * cos.size(-1), x.size(-1), x.dim() == 4, layout, shared)
+            turn_off(x.get_device(), spec, sentence)
+
+
+def facts(device: int, spec: Spec) -> tuple[str, str]:
+    """What a proof of these kernels, which `prepare` has made ready for `device`, is a proof of: their name, and the
+    SHA-256 of the cubin, since another compiler makes other code."""
+    image = _images[build.arch_number(torch.cuda.get_device_capability(device)), spec]
+    return spec.name, hashlib.sha256(image).hexdigest()
 
 
 @functools.lru_cache(maxsize=1)
@@ -160,7 +217,6 @@ def _open(device: int, number: str, spec: Spec) -> int:
             int(spec.shared),
         )
         _library().get_function("rope_load")(handle, device)
-        _library().get_function("rope_serve")(handle, device, _address(spec.contract))
         _handles[device, spec] = handle
         return handle
 
@@ -190,7 +246,7 @@ def _empty_on(device: torch.device, size: tuple[int, ...], strides: tuple[int, .
 def _plan(
     key: tuple[Any, ...], x: Tensor, k: Tensor, cos: Tensor, heads: tuple[int, int], kind: tuple[str, str, bool]
 ) -> _Plan:
-    """The slow part of the first launch of some shapes. Builds no kernel."""
+    """The slow part of the first launch of some shapes. Builds no kernel, and lets only the gate use one on trial."""
     contract, layout, shared = kind
     device = x.get_device()
     if device < 0:
@@ -223,6 +279,12 @@ def _plan(
         except build.MissingToolError as error:
             text = f"{error}; kernels are built when a graph is compiled, by rope.prepare"
             raise KernelNotReadyError(text) from None
+    trial = proofs.measuring()
+    if not trial and not {(device, spec), (number, spec)} & _accepted:
+        _find_proof(device, spec)
+    handle = _open(device, number, spec)
+    if not trial:
+        accept(device, spec)
 
     dtype = torch.float32 if CONTRACTS[contract][2] else x.dtype
 
@@ -240,7 +302,7 @@ def _plan(
 
     plan = _Plan(
         launch=_library().get_function("rope_launch"),
-        handle=_open(device, number, spec),
+        handle=handle,
         device=device,
         q_out=output(x, heads[0]),
         k_out=output(k, heads[1]),
@@ -249,10 +311,22 @@ def _plan(
         empty_here=getattr(guards, "_empty_strided_cuda", there),  # Inductor's: half the cost of torch.empty_like
         empty_there=there,
     )
+    if trial:
+        return plan
     if len(_plans) >= _MAX_PLANS:  # sequence lengths of a long-lived server: start again rather than grow for ever
         _plans.clear()
     _plans[key] = plan
     return plan
+
+
+def _find_proof(device: int, spec: Spec) -> None:
+    """Raises KernelNotReadyError unless a proof of these kernels is kept. Nobody in this process has asked for them, as
+    with a graph out of Inductor's cache whose report is gone."""
+    if proofs.kept(device, facts(device, spec)) is None:
+        raise KernelNotReadyError(
+            f"{spec.name} is built, but nobody has compared it with eager on this kind of device with torch "
+            f"{torch.__version__}; that is done when a graph is compiled: set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 once"
+        )
 
 
 def launch_single(
@@ -331,21 +405,6 @@ def launch_pair(
         qw, kw = (None if w is None else _aligned(w) for w in (q_weight, k_weight))
         return launch_pair(q, k, qw, kw, *tables, *numbers, contract, layout, path)
     return None
-
-
-def turn_off(args: Sequence[Any], sentence: str) -> None:
-    """No configuration that a call of an op with these arguments may use is launched any more; `sentence`: why."""
-    sides = [t for t in args[: 2 if len(args) > 8 else 1] if isinstance(t, Tensor)]
-    cos, contract, layout = args[4] if len(sides) == 2 else args[2], *args[-2:]
-    for x in sides:
-        for shared in (False, True):
-            spec = Spec(contract, x.dtype, cos.dtype, 2 * cos.size(-1), x.size(-1), x.dim() == 4, layout, shared)
-            with _lock:
-                key = (x.get_device(), spec)
-                _off[key] = sentence
-                if key in _handles:
-                    _library().get_function("rope_unserve")(_handles[key])
-    _plans.clear()
 
 
 def _aligned(weight: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def compared(
     got: Any,
     eager: Callable[..., Any],
     args: Sequence[Any],
-    turn_off: Callable[[Sequence[Any], str], None] = rope.turn_off,
+    turn_off: Callable[[Sequence[Any], str], None] = rope.turn_off_call,
 ) -> Any:
     """`got`, the kernel's, where it has the bits of `eager(*args)`; else those, with the kernel off and `args` kept.
 
