@@ -319,6 +319,9 @@ def test_the_exact_schedule_is_compared_before_its_first_use(bit: int, monkeypat
     monkeypatch.setattr(fna, "launch", lambda q, k, v, w, s, exact: attend(q, k, v, w, s, bit))
     monkeypatch.setattr(fna_gate, "draw", lambda *_: [torch.ones(1, 2, 3, 4, 2, 64).to(BF16) for _ in "qkv"])
     monkeypatch.setattr(fna_gate.proofs, "verdict", lambda device, facts, measure: measure())
+    monkeypatch.setattr(fna, "facts", lambda window, exact: ("na3d exact", "digest"))
+    monkeypatch.setattr(fna, "_off", {})
+    monkeypatch.setattr(fna, "_accepted", set())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     need = NeighborhoodNeed(torch.device("cuda:0"), BF16, 64, (11, 11, 11), True)
     family = choice._Neighborhood(na3d.reference)
@@ -326,9 +329,13 @@ def test_the_exact_schedule_is_compared_before_its_first_use(bit: int, monkeypat
     if bit:
         assert missing is not None
         assert "differs from NATTEN 0.0 in 4 of" in missing
+        assert "python -m ltx_inductor replay" in missing
+        assert fna._off == {(0, (11, 11, 11), True): missing}
+        assert not fna._accepted
         assert choice._Neighborhood(na3d.reference, prove=False).ready(need, (9, 0), 0) is None
     else:
         assert missing is None
+        assert fna._accepted == {(0, (11, 11, 11), True)}
         assert "compared with NATTEN 0.0 on a GPU" in family.proof(need, 0)
     natten.na3d = lambda *_, **__: 1 // 0  # type: ignore[attr-defined]
     assert family.ready(need, (9, 0), 0) is None

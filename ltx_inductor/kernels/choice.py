@@ -116,11 +116,11 @@ class _Neighborhood:
         return fna.unsupported(arch=arch, **_neighborhood_facts(need))
 
     def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
-        missing = fna.prepare(arch, **_neighborhood_facts(need), device=device)
+        missing = fna.prepare(arch, **_neighborhood_facts(need), device=device, trial=self._prove)
         if missing is not None or not self._prove:
             return missing
         if need.exact:
-            return fna_gate.exact_refusal(device)
+            return fna_gate.exact_refusal(need.kernel_size, device)
         assert self._reference is not None
         return fna_gate.refusal(need.kernel_size, device, self._reference)
 

@@ -1,13 +1,15 @@
 """3D neighborhood attention on CUDA: what it takes, how it is made ready, and the launch; `exact` goes to fna_exact.
 
 The kernel is csrc/fna.cu, which says how it works. It is compiled once per window, a few seconds each; sizes of the
-grid, heads, strides and scale are arguments. `prepare` compiles and loads it while a graph is compiled.
+grid, heads, strides and scale are arguments. `prepare` compiles and loads it while a graph is compiled; it is launched
+once its gate (fna_gate.py), or a caller of `prepare` who asks for no trial, has accepted it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build, driver, fna_exact, fna_limits
+from ltx_inductor.kernels import build, driver, fna_exact, fna_limits, proofs
 from ltx_inductor.kernels.fna_limits import HEAD_DIM, LOG2_E, Window
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
@@ -85,12 +87,24 @@ def unsupported(
 
 _lock = threading.Lock()
 _functions: dict[tuple[int, Window], int] = {}
+_digests: dict[Window, str] = {}  # SHA-256 of the cubins
+_accepted: set[tuple[int, Window, bool]] = set()  # (device, window, exact) that may be launched
 _off: dict[tuple[int, Window, bool], str] = {}  # (device, window, exact) -> why it must not run
+
+
+def accept(device: int, window: Window, exact: bool) -> None:
+    """From now on the kernel, which `prepare` has loaded, may be launched, unless it was turned off."""
+    _accepted.add((device, window, exact))
 
 
 def turn_off(device: int, window: Window, exact: bool, sentence: str) -> None:
     """From now on `prepare` and `launch` say no, in this process; `sentence` says why."""
     _off[device, window, exact] = sentence
+
+
+def facts(window: Window, exact: bool) -> tuple[str, str]:
+    """What a proof of the kernel, which `prepare` has made ready, is a proof of: its name, and a digest of its code."""
+    return ("na3d exact", fna_exact.digest()) if exact else (f"na3d {window}", _digests[window])
 
 
 def prepare(
@@ -101,8 +115,12 @@ def prepare(
     kernel_size: Window,
     exact: bool = False,
     device: int,
+    trial: bool = False,
 ) -> str | None:
-    """Builds (or finds) the kernel and loads it on `device`; None, or a sentence that says why it cannot be used."""
+    """Builds (or finds) the kernel and loads it on `device`; None, or a sentence that says why it cannot be used.
+
+    trial: the gate has to `accept` it before anybody else may launch it.
+    """
     window: Window = (kernel_size[0], kernel_size[1], kernel_size[2])
     missing = unsupported(arch=arch, dtype=dtype, head_dim=head_dim, kernel_size=window, exact=exact)
     if missing is None:
@@ -110,12 +128,21 @@ def prepare(
     if missing is not None:
         return missing
     if exact:
-        return fna_exact.prepare(arch, dtype=dtype, head_dim=head_dim, kernel_size=window, device=device)
+        missing = fna_exact.prepare(arch, dtype=dtype, head_dim=head_dim, kernel_size=window, device=device)
+    else:
+        missing = _load(window, device)
+    if missing is None and not trial:
+        accept(device, window, exact)
+    return missing
+
+
+def _load(window: Window, device: int) -> str | None:
     with _lock:
         if (device, window) in _functions:
             return None
         try:
             image = cubin(window)
+            _digests[window] = hashlib.sha256(image).hexdigest()
             _functions[device, window] = driver.load(image, "ltx_fna", device, Shape.of(window).shared_bytes)
         except (build.BuildError, build.MissingToolError, driver.DriverError, OSError) as error:
             return f"the neighborhood-attention kernel for window {window} cannot be built or loaded: {error}"
@@ -132,12 +159,14 @@ def launch(q: Tensor, k: Tensor, v: Tensor, kernel_size: Window, scale: float, e
     """Neighborhood attention of q, k, v [B, T, H, W, heads, 64], bf16, on one CUDA device; the result is contiguous.
 
     Tensors that the TMA cannot address (16-byte alignment, unit stride along head_dim) are copied first. Raises
-    KernelNotReadyError if `prepare` has not been called for the window and device, or the kernel was turned off.
+    KernelNotReadyError if the kernel of the window is not ready on the device, not accepted, or turned off.
     """
     window: Window = (kernel_size[0], kernel_size[1], kernel_size[2])
     device = q.device.index
     if (device, window, exact) in _off:
         raise KernelNotReadyError(_off[device, window, exact])
+    if (device, window, exact) not in _accepted and not proofs.measuring():
+        raise KernelNotReadyError(f"the neighborhood-attention kernel of {window} is not ready on {q.device}")
     if exact:
         return fna_exact.launch(q, k, v, window, scale)
     function = _functions.get((device, window))

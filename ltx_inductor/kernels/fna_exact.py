@@ -9,23 +9,24 @@ multiplies values that no query of a tile sees by zero, this kernel leaves them 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import fna_limits, fna_tiles, proofs, store
+from ltx_inductor.kernels import compilers, fna_limits, fna_tiles, proofs, store
 from ltx_inductor.kernels.fna_limits import HEAD_DIM, LOG2_E
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 _DENSE = torch.contiguous_format
 
 _lock = threading.Lock()
-_kernel: Callable[..., Any] | None = None
+_kernel: Any = None  # TileLang's, callable
 _ready: set[int] = set()  # devices
 
 
@@ -63,6 +64,16 @@ def prepare(
             _ready.discard(device)
             return f"the neighborhood-attention kernel with NATTEN's bits cannot be loaded: {_first_line(error)}"
     return None
+
+
+def digest() -> str:
+    """Of the kernel, which `prepare` has compiled: TileLang's CUDA source, and the versions that make code of it."""
+    import tilelang
+
+    assert _kernel is not None
+    nvcc = compilers.find_nvcc()
+    parts = (_kernel.get_kernel_source(), tilelang.__version__, "" if nvcc is None else nvcc.version)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _first_call(dtype: torch.dtype, device: torch.device) -> None:

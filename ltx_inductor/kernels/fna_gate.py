@@ -3,7 +3,8 @@
 `fast` does not have NATTEN's bits, so what is checked is the error: the first time a window is wanted on a (compute
 capability, torch version, CUDA version), the kernel runs against the op's reference in fp32, on a grid with ragged
 tails, with scores as a decoder has them, with peaked ones, and with a NaN. `exact` runs against NATTEN's own
-hopper-fna, bit for bit, where that is on the machine. The verdicts are kept beside the artefacts.
+hopper-fna, bit for bit, where that is on the machine. What passed is kept beside the artefacts; a failure keeps its
+inputs.
 """
 
 from __future__ import annotations
@@ -28,21 +29,32 @@ log = logging.getLogger("ltx_inductor")
 
 
 def refusal(window: Window, device: int, reference: Callable[..., Tensor]) -> str | None:
-    """None if the kernel of `window`, which is loaded, keeps the bound on that device; else a sentence."""
-    found: str | None = verdict(window, device, reference)["refusal"]
-    return found
+    """None if the kernel of `window`, which is loaded, keeps the bound on that device; else a sentence.
+
+    What follows for the kernel: see `proofs.settle`.
+    """
+    return _settled(window, device, False, lambda: verdict(window, device, reference))
 
 
 def verdict(window: Window, device: int, reference: Callable[..., Tensor]) -> dict[str, Any]:
     """What was measured; keys: window, errors, bound, device, torch, refusal."""
-    facts = (f"na3d {window}", str(BOUND))
+    facts = (*fna.facts(window, exact=False), str(BOUND))
     return proofs.verdict(device, facts, lambda: _measure(window, device, reference))
 
 
-def exact_refusal(device: int) -> str | None:
+def exact_refusal(window: Window, device: int) -> str | None:
     """None if the schedule `exact`, which is loaded, has NATTEN's bits on that device, or NATTEN cannot be asked."""
-    found: str | None = exact_verdict(device)["refusal"]
-    return found
+    return _settled(window, device, True, lambda: exact_verdict(device))
+
+
+def _settled(window: Window, device: int, exact: bool, ask: Callable[[], dict[str, Any]]) -> str | None:
+    return proofs.settle(
+        "na3d",
+        f"the neighborhood-attention kernel for window {window}{' with the bits of NATTEN' if exact else ''}",
+        ask,
+        lambda: fna.accept(device, window, exact),
+        lambda sentence: fna.turn_off(device, window, exact, sentence),
+    )
 
 
 def exact_verdict(device: int) -> dict[str, Any]:
@@ -50,7 +62,8 @@ def exact_verdict(device: int) -> dict[str, Any]:
     natten, version = _natten_with_kernels()
     try:
         if natten is not None:
-            return proofs.verdict(device, (f"na3d exact, NATTEN {version}",), lambda: _compare(version, device))
+            facts = (*fna.facts(_EXACT_WINDOWS[0], exact=True), f"NATTEN {version}")
+            return proofs.verdict(device, facts, lambda: _compare(version, device))
     except _NoAnswerError:  # nothing to keep: another build of this version may have the kernel
         pass
     return {"natten": None, "elements": 0, "refusal": None}
@@ -82,12 +95,16 @@ def _natten_with_kernels() -> tuple[Callable[..., Tensor] | None, str]:
 
 def _compare(version: str, device: int) -> dict[str, Any]:
     elements = wrong = 0
+    kept = ""
     for window, factor in itertools.product(_EXACT_WINDOWS, (1.0, 8.0)):
         q, k, v = draw(window, device, factor)
         want = natten_bits(q, k, v, window, 1.0)
         if want is None:
             raise _NoAnswerError
-        wrong += repro.differing(fna.launch(q, k, v, window, 1.0, exact=True), want)
+        here = repro.differing(fna.launch(q, k, v, window, 1.0, exact=True), want)
+        if here and not kept:
+            kept = repro.save("na3d", (q, k, v, list(window), 1.0, True))
+        wrong += here
         elements += want.numel()
     counts.checked("na3d", elements, wrong)
     record: dict[str, Any] = {
@@ -101,7 +118,7 @@ def _compare(version: str, device: int) -> dict[str, Any]:
         record["refusal"] = (
             f"the neighborhood-attention kernel with NATTEN's bits differs from NATTEN {version} in {wrong} of "
             f"{elements} elements on {record['device']} with torch {torch.__version__}, so it is not used; its bits "
-            "are those of NATTEN 0.21.7 built with CUDA 13.0"
+            f"are those of NATTEN 0.21.7 built with CUDA 13.0; {kept}"
         )
         log.error(record["refusal"])
     return record
@@ -109,20 +126,22 @@ def _compare(version: str, device: int) -> dict[str, Any]:
 
 def _measure(window: Window, device: int, reference: Callable[..., Tensor]) -> dict[str, Any]:
     errors: dict[str, float] = {}
+    what = kept = ""
     for kind, factor in (("normed", 1.0), ("peaked", 8.0)):
         q, k, v = draw(window, device, factor)
         got = fna.launch(q, k, v, window, 1.0)
         want = reference(q.float(), k.float(), v.float(), window, 1.0)
-        errors[kind] = float((got.double() - want).norm() / want.norm())
-        counts.checked("na3d", got.numel())
+        errors[kind] = error = float((got.double() - want).norm() / want.norm())
+        good = error <= BOUND
+        counts.checked("na3d", got.numel(), 0 if good else got.numel())  # beyond the bound, all count as wrong
+        if not good and not what:
+            what, kept = f"has a relative error of {error:.2e}, more than {BOUND:.0e}", _kept(q, k, v, window)
     v[0, 0, 0, 0, 0, 0] = math.nan  # the first token: its windows are those that start at 0
     got = fna.launch(q, k, v, window, 1.0)
-    t, h, w = (
-        (torch.arange(n, device=q.device) - size // 2).clamp(0, n - size) == 0
-        for n, size in zip(q.shape[1:4], window, strict=True)
-    )
-    touched = t[:, None, None] & h[:, None] & w
-    strays = int((got[0, ..., 0, 0].isnan() != touched).sum())
+    astray = strays(got, v, window, reference)
+    counts.checked("na3d", got.numel(), astray)
+    if astray and not what:
+        what, kept = "spreads a NaN, or loses one", _kept(q, k, v, window)
     record: dict[str, Any] = {
         "window": window,
         "errors": errors,
@@ -131,15 +150,27 @@ def _measure(window: Window, device: int, reference: Callable[..., Tensor]) -> d
         "device": torch.cuda.get_device_name(device),
         "refusal": None,
     }
-    worst = max(errors.values())
-    if not worst <= BOUND or strays:
-        what = f"has a relative error of {worst:.2e}, more than {BOUND:.0e}" if not worst <= BOUND else "spreads a NaN"
+    if what:
         record["refusal"] = (
             f"the neighborhood-attention kernel for window {window} {what}, on {record['device']} with torch "
-            f"{torch.__version__}, so it is not used; please report it"
+            f"{torch.__version__}, so it is not used; {kept}"
         )
         log.error(record["refusal"])
     return record
+
+
+def _kept(q: Tensor, k: Tensor, v: Tensor, window: Window) -> str:
+    return repro.save("na3d", (q, k, v, list(window), 1.0, False))
+
+
+def strays(got: Tensor, v: Tensor, window: Window, reference: Callable[..., Tensor]) -> int:
+    """How many elements of a result are inf or NaN though no value in their window is, or finite though one is.
+
+    q and k, which it was made of, are finite.
+    """
+    broken = (~v.isfinite()).float()
+    equal = torch.zeros_like(broken)  # scores: every value of the window has the same weight
+    return int((got.isfinite() == (reference(equal, equal, broken, window, 1.0) > 0)).sum())
 
 
 def draw(window: Window, device: int, factor: float) -> tuple[Tensor, Tensor, Tensor]:

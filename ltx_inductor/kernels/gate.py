@@ -32,27 +32,16 @@ log = logging.getLogger("ltx_inductor")
 def refusal(need: Any, device: int, reference: Callable[..., Tensor]) -> str | None:
     """None if the kernel of `need`, which is loaded, has eager's bits on that device; else a sentence.
 
-    Proves it if nobody has yet. After None it is served; a kernel that failed, or could not be compared, is off in this
-    process. While a CUDA graph is being captured, nothing is known: it is neither.
+    Proves it if nobody has yet; what follows for the kernel: see `proofs.settle`.
     """
     spec = _spec(need)
-    try:
-        record = proofs.verdict(device, rope.facts(device, spec), lambda: _compare(spec, device, reference))
-        sentence: str | None = record["refusal"]
-    except proofs.PostponedError as error:
-        counts.postponed(_OPS[spec.shared])
-        return f"the kernel for contract {spec.contract} is not proved: {error}"
-    except Exception as error:  # out of memory, say: the user's compile goes on without the kernel
-        log.error("the kernel %s could not be compared with eager", spec.name, exc_info=error)
-        sentence = (
-            f"the kernel for contract {spec.contract} could not be compared with eager ({type(error).__name__}: "
-            f"{error}), so it is not used in this process"
-        )
-    if sentence is None:
-        rope.accept(device, spec)
-    else:
-        rope.turn_off(device, spec, sentence)
-    return sentence
+    return proofs.settle(
+        _OPS[spec.shared],
+        f"the kernel for contract {spec.contract}",
+        lambda: proofs.verdict(device, rope.facts(device, spec), lambda: _compare(spec, device, reference)),
+        lambda: rope.accept(device, spec),
+        lambda sentence: rope.turn_off(device, spec, sentence),
+    )
 
 
 def proof(need: Any, device: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ltx_inductor.kernels import store
+from ltx_inductor.kernels import counts, store
 from ltx_inductor.kernels.sources import source_digest
 
 Record = dict[str, Any]
@@ -55,6 +55,34 @@ def verdict(device: int, facts: Sequence[str], measure: Callable[[], Record]) ->
                     _publish(path, found)
             _verdicts[key] = found
         return _verdicts[key]
+
+
+def settle(
+    op: str,
+    kernel: str,
+    ask: Callable[[], Record],
+    accept: Callable[[], None],
+    turn_off: Callable[[str], None],
+) -> str | None:
+    """The refusal in the record that `ask` gives, or None; and what follows from it for the kernel, which is loaded.
+
+    After None it is accepted. One that failed, or that an error kept from being compared, is turned off in this
+    process. While a CUDA graph is being captured, nothing is known: it is neither. op: whose comparison it is, for the
+    counters; kernel: "the kernel for ...", for sentences.
+    """
+    try:
+        sentence: str | None = ask()["refusal"]
+    except PostponedError as error:
+        counts.postponed(op)
+        return f"{kernel} is not proved: {error}"
+    except Exception as error:  # out of memory, say: the user's compile goes on without the kernel
+        log.error("%s could not be tried", kernel, exc_info=error)
+        sentence = f"{kernel} could not be tried ({type(error).__name__}: {error}), so it is not used in this process"
+    if sentence is None:
+        accept()
+    else:
+        turn_off(sentence)
+    return sentence
 
 
 def _measured(measure: Callable[[], Record]) -> Record:

@@ -51,7 +51,7 @@ def test_kernels_on_a_device(monkeypatch):
     need = NeighborhoodNeed(torch.device("cuda:1"), BF16, 64, (11, 11, 11), False)
     with pytest.warns(UserWarning, match="a graph is left unfused: no compiler today"):
         assert kernels.refusal(need) == "no compiler today"
-    facts = {"dtype": BF16, "head_dim": 64, "kernel_size": (11, 11, 11), "exact": False, "device": 1}
+    facts = {"dtype": BF16, "head_dim": 64, "kernel_size": (11, 11, 11), "exact": False, "device": 1, "trial": True}
     assert asked == [((9, 0), facts)]
     assert "not its bits" in kernels.proof(need)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
