@@ -16,6 +16,8 @@ from torch import Tensor
 
 import ltx_inductor.ops.rope as ops
 from ltx_inductor.kernels import rope
+from ltx_inductor.kernels.choice import DeviceKernels
+from ltx_inductor.rewrite.needs import KernelNeed
 from tests.gpu.rope_cases import BF16, FP32, PRODUCTION, Case, Side, _poison, differing, eager, make, prepare
 
 BASE = Case(Side(300), Side(300), 128)
@@ -195,7 +197,9 @@ def test_errors_are_those_of_python() -> None:
 
 
 def test_a_process_that_prepares_nothing() -> None:
-    """As with a graph out of Inductor's cache: the first call finds the artefact, the second one is in C."""
+    """As with a graph out of Inductor's cache: the first call finds artefact and proof, the second one is in C."""
+    need = KernelNeed(torch.device("cuda", 0), BF16, BF16, 128, 4096, False, "bf16-chain", "bshd", True)
+    assert DeviceKernels(ops.reference).refusal(need) is None
     code = """
 import torch, ltx_inductor
 import ltx_inductor.ops.rope as ops
