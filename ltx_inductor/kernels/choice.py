@@ -233,7 +233,7 @@ class AssumedKernels:
             return "nothing was run for this report; " + self._families[_NEIGHBORHOOD].proof(need, 0)
         return (
             "nothing was run for this report; before its first use on a device the kernel is compared with eager there "
-            f"(bits, at least {gate.ELEMENTS:,} elements)"
+            f"(bits, at least {gate.ELEMENTS:,} elements through each of its entry points)"
         )
 
 
