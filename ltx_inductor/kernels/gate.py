@@ -165,10 +165,10 @@ def awkward(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def draw(spec: Spec, heads: int) -> list[Tensor]:
     """q, k [2, S, H*D] or [2, S, H, D], their weights, cos and sin [2, H, S, D/2], on the CPU; S so that q and k have
-    ELEMENTS each. The values are those described above."""
+    ELEMENTS together. The values are those described above."""
     gen = torch.Generator().manual_seed(0)
     half = spec.head_dim // 2
-    tokens = max(16, -(-ELEMENTS // (_BATCH * heads * spec.head_dim)))
+    tokens = max(16, -(-ELEMENTS // (2 * _BATCH * heads * spec.head_dim)))
     sides = []
     for _ in "qk":
         sides.append(awkward(torch.randn((_BATCH, tokens, heads, spec.head_dim), generator=gen), spec.dtype))
