@@ -130,7 +130,7 @@ def turn_off(device: int, spec: Spec, sentence: str) -> None:
         if key in _handles:
             _library().get_function("rope_unserve")(_handles[key])
         _served.discard(key)
-    _plans.clear()
+        _plans.clear()
 
 
 def turn_off_call(args: Sequence[Any], sentence: str) -> None:
@@ -313,9 +313,12 @@ def _plan(
     )
     if trial:
         return plan
-    if len(_plans) >= _MAX_PLANS:  # sequence lengths of a long-lived server: start again rather than grow for ever
-        _plans.clear()
-    _plans[key] = plan
+    with _lock:
+        if (device, spec) in _off:  # by another thread, in the meantime
+            raise KernelNotReadyError(_off[device, spec])
+        if len(_plans) >= _MAX_PLANS:  # sequence lengths of a long-lived server: start again rather than grow for ever
+            _plans.clear()
+        _plans[key] = plan
     return plan
 
 

@@ -303,6 +303,16 @@ class TestWithoutAsking:
         self.launch()
         assert names(launcher) == ["rope_open", "rope_load", "rope_serve", "rope_launch"]
 
+    def test_one_that_is_turned_off_meanwhile_leaves_no_plan(
+        self, launcher: Log, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rope._accepted.add(("90", gate._spec(SEPARATE)))
+        monkeypatch.setattr(rope, "accept", lambda device, spec: rope.turn_off(device, spec, "it was wrong"))
+        with pytest.raises(rope.KernelNotReadyError, match="it was wrong"):
+            self.launch()
+        assert rope._plans == {}
+        assert names(launcher)[-1] == "rope_unserve"
+
     def test_one_on_trial_is_for_its_gate_only(self, launcher: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         facts = {"dtype": BF16, "table_dtype": FP32, "head_dim": 32, "hidden": 128, "per_head": False}
         rope.prepare((9, 0), contract="fp32-rope", **facts, device=0, trial=True)  # type: ignore[arg-type]
