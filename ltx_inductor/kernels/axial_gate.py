@@ -26,23 +26,27 @@ log = logging.getLogger("ltx_inductor")
 
 
 def refusal(spec: Spec, device: int, reference: Callable[..., Tensor]) -> str | None:
-    """None if the kernel has eager's bits on that device; else a sentence. Proves it if nobody has yet."""
-    found: str | None = proofs.verdict(device, _facts(spec), lambda: _compare(spec, device, reference))["refusal"]
-    if found is not None:
-        rope_axial.turn_off(device, spec, found)
-    return found
+    """None if the kernel, which is loaded, has eager's bits on that device; else a sentence.
+
+    Proves it if nobody has yet; what follows for the kernel: see `proofs.settle`.
+    """
+    return proofs.settle(
+        _OP,
+        f"the kernel {spec.name}",
+        lambda: proofs.verdict(device, rope_axial.facts(device, spec), lambda: _compare(spec, device, reference)),
+        lambda: rope_axial.accept(device, spec),
+        lambda sentence: rope_axial.turn_off(device, spec, sentence),
+    )
 
 
 def proof(spec: Spec, device: int) -> str:
     """What `refusal` found when it gave None, as a sentence."""
-    record = proofs.kept(device, _facts(spec)) or {}
-    where = f" on {record['device']} with torch {record['torch']}" if record else " on this device"
-    count = f"{record['elements']:,}" if record else f"over {gate.ELEMENTS:,}"
-    return f"the kernel was compared with eager{where}: {count} elements, no bit differs"
-
-
-def _facts(spec: Spec) -> tuple[str]:
-    return (spec.name,)
+    record = proofs.kept(device, rope_axial.facts(device, spec))
+    assert record is not None
+    return (
+        f"the kernel was compared with eager on {record['device']} with torch {record['torch']}: "
+        f"{record['elements']:,} elements, no bit differs"
+    )
 
 
 def _compare(spec: Spec, device: int, reference: Callable[..., Tensor]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class _Axial:
 
     def ready(self, need: Any, arch: tuple[int, int], device: int) -> str | None:
         spec = rope_axial.Spec(need.contract, need.dtype, need.pairs)
-        missing = rope_axial.prepare(arch, spec, device)
+        missing = rope_axial.prepare(arch, spec, device, trial=self._prove)
         if missing is not None or not self._prove:
             return missing
         assert self._reference is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build, counts, driver
+from ltx_inductor.kernels import build, counts, driver, proofs
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 TOKEN_AXES, ROPE_AXES = 4, 3  # at most this many; as in csrc/rope_axial_params.h
@@ -118,15 +119,35 @@ def unsupported(
     return None
 
 
+@dataclass(frozen=True)
+class _Functions:
+    """A loaded kernel: its entries rope_axial and rope_axial_scaled, and the digest of what was loaded."""
+
+    entries: tuple[int, int]
+    digest: str
+
+
 _lock = threading.Lock()
-_functions: dict[tuple[int, Spec], tuple[int, int]] = {}  # (device, spec) -> the entries rope_axial, rope_axial_scaled
+_functions: dict[tuple[int, Spec], _Functions] = {}  # by device and spec
+_accepted: set[tuple[int, Spec]] = set()  # these may be launched
 _off: dict[tuple[int, Spec], str] = {}  # why it must not run
 
 
 def turn_off(device: int, spec: Spec, sentence: str) -> None:
     """From now on `prepare` and `launch` say no, in this process; `sentence` says why."""
     _off[device, spec] = sentence
+    _accepted.discard((device, spec))
     _plans.clear()
+
+
+def accept(device: int, spec: Spec) -> None:
+    """The kernel, which is loaded, may be launched from now on."""
+    _accepted.add((device, spec))
+
+
+def facts(device: int, spec: Spec) -> tuple[str, str]:
+    """What a proof of the loaded kernel is about: its configuration, and the very code."""
+    return spec.name, _functions[device, spec].digest
 
 
 def turn_off_call(args: Sequence[Any], sentence: str) -> None:
@@ -144,22 +165,24 @@ def cubin(spec: Spec, arch: str) -> bytes:
     return build.cubin(spec.name, arch, spec.flags, "rope_axial.cu")
 
 
-def prepare(arch: tuple[int, int], spec: Spec, device: int) -> str | None:
+def prepare(arch: tuple[int, int], spec: Spec, device: int, trial: bool = False) -> str | None:
     """Builds (or finds) the kernel and loads it on `device`; None, or a sentence that says why it cannot be used.
 
     To be called when a graph is compiled; the configuration must be one that `unsupported` has nothing against.
+    trial: it is to be compared with eager first, and may be launched after `accept` only.
     """
     with _lock:
         if (device, spec) in _off:
             return _off[device, spec]
-        if (device, spec) in _functions:
-            return None
         try:
-            image = cubin(spec, build.arch_number(arch))
-            first, second = (driver.load(image, name, device, 0) for name in ("rope_axial", "rope_axial_scaled"))
-            _functions[device, spec] = first, second
+            if (device, spec) not in _functions:
+                image = cubin(spec, build.arch_number(arch))
+                first, second = (driver.load(image, name, device, 0) for name in ("rope_axial", "rope_axial_scaled"))
+                _functions[device, spec] = _Functions((first, second), hashlib.sha256(image).hexdigest())
         except (build.BuildError, build.MissingToolError, driver.DriverError, OSError) as error:
             return f"the kernel {spec.name} cannot be built or loaded: {error}"
+        if not trial:
+            accept(device, spec)
     return None
 
 
@@ -197,7 +220,7 @@ def launch(
     check: looks at the arguments, and raises; called for every new combination of shapes and strides. None where eager
     sums in another order (contiguous x or weight off a multiple of 8 bytes, which torch's vectorised norm does not
     take), or where the kernel cannot be exact (_Plan.declined): the caller then runs eager. Raises KernelNotReadyError
-    if `prepare` has not been called, or the kernel was turned off.
+    if the kernel is not ready and accepted, or was turned off.
     """
     tables = (*cos, *sin)
     key = (x.shape, x.stride(), x.dtype, x.device.index, weight is None, eps, scale, contract, tables[0].dtype)
@@ -208,7 +231,8 @@ def launch(
         plan = _planned(x, weight, cos, sin, eps, scale, contract)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        if not proofs.measuring():  # another thread must not launch what this one is only trying
+            _plans[key] = plan
     x_at = x.data_ptr()
     if plan.declined or (plan.x_is_contiguous and x_at % 8):
         return None
@@ -248,7 +272,8 @@ def _planned(
     if (x.device.index, spec) in _off:
         raise KernelNotReadyError(_off[x.device.index, spec])
     functions = _functions.get((x.device.index, spec))
-    if functions is None or cos[0].dtype != torch.float32:
+    usable = (x.device.index, spec) in _accepted or proofs.measuring()
+    if functions is None or not usable or cos[0].dtype != torch.float32:
         raise KernelNotReadyError(f"the kernel {spec.name} is not ready on {x.device} for tables in {cos[0].dtype}")
     tokens, missing = math.prod(x.shape[:-2]), TOKEN_AXES - (x.dim() - 2)
     if tokens >= 1 << 31:
@@ -265,7 +290,7 @@ def _planned(
     tables, in_pairs = (*cos, *sin), not any(n % 2 for n in spec.pairs)
     bytes_of = (counts.bytes_of(t) for t in (x, *tables, *(() if weight is None else (weight,))))
     return _Plan(
-        function=functions[word is None],
+        function=functions.entries[word is None],
         params=params,
         blocks=-(-tokens // (_THREADS // _group(spec.head_dim))),
         moved=x.numel() * x.element_size() + sum(bytes_of),

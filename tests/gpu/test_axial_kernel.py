@@ -202,13 +202,13 @@ def test_modes(mode: str) -> None:
 
 def test_a_wrong_kernel_is_refused_and_can_be_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path))
-    for name in ("_functions", "_off"):
-        monkeypatch.setattr(rope_axial, name, {})
+    for name, empty in (("_functions", {}), ("_off", {}), ("_plans", {}), ("_accepted", set())):
+        monkeypatch.setattr(rope_axial, name, empty)
     monkeypatch.setattr(proofs, "_verdicts", {})
     launch = rope_axial.launch
 
-    def wrong(*args: Any) -> Tensor | None:
-        out = launch(*args)
+    def wrong(*args: Any, **options: Any) -> Tensor | None:
+        out = launch(*args, **options)
         if out is not None:
             out.view(torch.int16).view(-1)[77] ^= 1
         return out
@@ -228,5 +228,4 @@ def test_a_wrong_kernel_is_refused_and_can_be_replayed(monkeypatch: pytest.Monke
     monkeypatch.setattr(rope_axial, "_off", {})  # as in another process
     assert replay(path)["differing"] == 1
     monkeypatch.setattr(rope_axial, "launch", launch)
-    monkeypatch.setattr(rope_axial, "_off", {})
     assert replay(path)["differing"] == 0
