@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import ltx_inductor.ops.rope as ops
-from ltx_inductor.kernels import build, compilers, rope, rope_specs
+from ltx_inductor.kernels import build, compilers, gate, rope, rope_specs
 
 pytestmark = pytest.mark.skipif(compilers.find_cc() is None, reason="no C compiler")
 
@@ -402,3 +402,21 @@ def test_launches_are_counted_and_a_configuration_can_be_taken_out(recorded: Rec
     library.get_function("rope_unserve")(handle)
     with pytest.raises(AssertionError, match="handed the call to Python"):
         single(x, None, cos, sin, 1e-6, HEADS, "bf16-chain")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("contract", "dtype", "table"), [("bf16-chain", BF16, BF16), ("fp32-result", FP16, FP32)])
+def test_calls_of_the_gate_are_taken_and_reach_their_entry_point(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, contract: str, dtype: torch.dtype, table: torch.dtype,
+    per_head: bool, shared: bool, layout: str,
+) -> None:  # fmt: skip
+    """What forbids loads of 4 elements goes to rope_any, whatever is forced."""
+    monkeypatch.setattr(gate, "ELEMENTS", 1 << 12)
+    spec = rope_specs.Spec(contract, dtype, table, D, D if per_head else HEADS * D, per_head, layout, shared)
+    before = recorded.calls
+    for made, (path, args) in enumerate(gate.calls(spec, torch.device("cpu")), 1):
+        (pair if len(args) > 8 else single)(*args)
+        assert recorded.calls == before + made
+        assert bool(recorded.vectors) == (path != rope.ANY)
