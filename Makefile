@@ -9,6 +9,9 @@
 #   make bench   the benchmarks that this machine can run
 #   make fuzz    20,000 composed and mutated graphs; GRAPHS and SEED for others
 #
+# Tests of the report's page drive a headless Chromium where there is one (Debian: apt install chromium), and are skipped
+# where there is none; LTX_INDUCTOR_BROWSER=required make test lets them fail instead.
+#
 # PYTHON picks the interpreter, TORCH the torch version, VENV the folder: make test TORCH=2.11.0 VENV=.venv-2.11
 
 PYTHON ?= python3

@@ -24,7 +24,6 @@ from tests.rewrite.test_passes import Layers, inputs
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.xdist_group("test_page")  # one worker: the module's fixture is expensive
-in_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here (Debian package: chromium)")
 NASTY = '</script><b>it\'s "rotated" & not [red]known[/red]'
 
 
@@ -175,7 +174,6 @@ COUNT = """
 """
 
 
-@in_browser
 def test_it_loads_and_filters(html, tmp_path):
     script = (
         COUNT
@@ -200,7 +198,6 @@ def test_it_loads_and_filters(html, tmp_path):
     assert found["svg"] == [True, True]
 
 
-@in_browser
 def test_the_filter_is_in_the_address_and_a_narrow_window_does_not_scroll_sideways(html, tmp_path):
     script = (
         COUNT
@@ -215,7 +212,27 @@ def test_the_filter_is_in_the_address_and_a_narrow_window_does_not_scroll_sidewa
     assert found["wide"] <= found["window"]
 
 
-@in_browser
+@pytest.mark.parametrize("width", [1100, 1440, 2600])
+def test_no_drawing_is_cut_off_at_the_sides(html, tmp_path, width):
+    script = """
+      const cut = [...document.querySelectorAll('details[open] .scroll')].map((s) => s.scrollWidth - s.clientWidth);
+      const text = [...document.querySelectorAll('details[open] .node')].filter((n) =>
+        n.querySelector('.what').getBBox().width > n.querySelector('rect').getBBox().width);
+      return { cut, wide: text.map((n) => n.textContent) };
+    """
+    found, _ = browser.probe(html, tmp_path, script, (f"--window-size={width},900",))
+    assert found["cut"] == [0, 0]
+    assert found["wide"] == []
+
+
+def test_without_a_browser_the_tests_say_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(browser, "CHROMIUM", None)
+    for required, outcome in ((False, pytest.skip.Exception), (True, pytest.fail.Exception)):
+        monkeypatch.setattr(browser, "REQUIRED", required)
+        with pytest.raises(outcome, match="no Chromium here"):
+            browser.probe("<body></body>", tmp_path)
+
+
 def test_an_error_would_be_seen(html, tmp_path):
     _, errors = browser.probe(html, tmp_path, "console.error('planted'); return {};")
     assert "planted" in errors[0]

@@ -9,7 +9,7 @@ from typing import Any
 from ltx_inductor.views.layout import place
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 158, 36, 12, 26, 8
-_CHARACTERS = 25  # that fit into a node
+_CHARACTERS = 23  # that fit into a node
 
 
 def draw(nodes: Sequence[Mapping[str, Any]], label: str) -> str:
