@@ -65,7 +65,7 @@ def _neighborhood_numbers() -> Iterator[str]:
 class About:
     """What the sources do not say of a rule.
 
-    sentence:  what it is, under the title. more: the page of docs/ with the details.
+    sentence:  what it is, under the title. more: the page of docs/ with the details, "" where there is none.
     modules:   where it begins, such as "rewrite.rope_rule"; what they import is found.
     ops:       the names of the ops that it writes.
     kernels:   the class in kernels/choice.py that answers for its kernels.
@@ -84,14 +84,26 @@ class About:
     numbers: Callable[[], Iterable[str]] = field(default=tuple)
 
 
+def _bits_of_eager(*contracts: str) -> dict[str, str]:
+    return {name: f"the bits of eager, which rounds so: {CONTRACTS[name].describe()}" for name in contracts}
+
+
 ABOUT = {
+    "rmsnorm_axial_rope": About(
+        "RMSNorm per head, a scale, and RoPE over several token axes, of one tensor. The same bits as eager.",
+        "",
+        modules=("rewrite.axial_rule",),
+        ops=("rmsnorm_axial_rope",),
+        kernels="_Axial",
+        contracts=_bits_of_eager("fp32-rope", "fp32-rope-muladd"),
+    ),
     "rmsnorm_split_rope": About(
         "RMSNorm, then split RoPE, of attention queries and keys. The same bits as eager, by rounding contract.",
         "rope.md",
         modules=("rewrite.rope_rule",),
         ops=("rmsnorm_split_rope", "qk_rmsnorm_split_rope"),
         kernels="_Rope",
-        contracts={name: f"the bits of eager, which rounds so: {c.describe()}" for name, c in CONTRACTS.items()},
+        contracts=_bits_of_eager(*CONTRACTS),
         numbers=_rope_numbers,
     ),
     "neighborhood_attention": About(
@@ -120,7 +132,8 @@ def _page(rule: str, sources: Sources) -> Iterator[str]:
     about = ABOUT[rule]
     yield f"# `{rule}`\n"
     yield f"<!-- Written by docs/generate.py from the sources: edit those. -->\n\n{about.sentence}\n"
-    yield f"What it matches in detail, and why the result is right: [{about.more}](../{about.more}).\n"
+    if about.more:
+        yield f"What it matches in detail, and why the result is right: [{about.more}](../{about.more}).\n"
     yield "## What it writes\n"
     yield "```text"
     yield from (str(getattr(torch.ops.ltx_inductor, op).default._schema) for op in about.ops)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from ltx_inductor.kernel_needs import assumed_kernels
-from ltx_inductor.rewrite.needs import KernelNeed, Need, NeighborhoodNeed
+from ltx_inductor.rewrite.needs import AxialNeed, KernelNeed, Need, NeighborhoodNeed
 
 _GPU, _BF16 = torch.device("cuda"), torch.bfloat16
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """need: a launch as LTX has it. stem: how its artefacts' names begin. launcher: a C one, by tvm_ffi."""
+    """need: a launch as LTX has it. stem: how its artefacts' names begin, as a glob. launcher: a C one, by tvm_ffi."""
 
     need: Need
     stem: str
@@ -25,7 +25,10 @@ class _Kernel:
 
 _KERNELS = {
     "rmsnorm_split_rope": _Kernel(
-        KernelNeed(_GPU, _BF16, torch.float32, 128, 4096, False, "fp32-rope", "bshd", True), "rope-", launcher=True
+        KernelNeed(_GPU, _BF16, torch.float32, 128, 4096, False, "fp32-rope", "bshd", True), "rope-[!a]", launcher=True
+    ),
+    "rmsnorm_axial_rope": _Kernel(
+        AxialNeed(_GPU, _BF16, torch.float32, (8, 12, 12), 3, "fp32-rope-muladd"), "rope-axial-", launcher=False
     ),
     "neighborhood_attention": _Kernel(
         NeighborhoodNeed(_GPU, _BF16, 64, (11, 11, 11), exact=False), "fna-", launcher=False

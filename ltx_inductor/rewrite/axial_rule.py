@@ -31,7 +31,7 @@ from ltx_inductor.rewrite.region import computed_inside, derived_from, reached_i
 from ltx_inductor.rewrite.replace import Writer, emit, form_of, remove_dead, same_form, take_place
 from ltx_inductor.rewrite.report import Site
 from ltx_inductor.rewrite.rule import Job, on_the_cpu
-from ltx_inductor.rewrite.source import source_line
+from ltx_inductor.rewrite.source import origin
 from ltx_inductor.rewrite.traffic import bytes_of, total
 from ltx_inductor.rewrite.view import GraphView
 
@@ -74,10 +74,10 @@ class _Rewriter:
         side = read(view, st, region, join)
         inputs = [side.x, *side.tables, *([side.weight.node] if side.weight else [])]
         self._check(side, region, inputs)
-        source, shapes = source_line(st.rstd), _shapes(side)
+        where, shapes = origin(st.rstd), _shapes(side)
         size = total(bytes_of(n) for n in dict.fromkeys((*inputs, side.result)))
         proof = job.ask([_need(side)], size)
-        alike = (source, *shapes.values(), side.contract.name)
+        alike = (where.path, where.source, *shapes.values(), side.contract.name)
         drawn = self._drawings.before(alike, inputs, [side.result])
         before = job.pictures.before(view.order, inputs, [side.result]) if job.pictures else None
         op = self._write(side, inputs)
@@ -87,17 +87,17 @@ class _Rewriter:
             f"ltx_inductor::{RULE}",
             None,
             None,
-            source,
-            shapes,
-            side.contract.name,
-            side.result.name,
+            shapes=shapes,
+            contract=side.contract.name,
+            node=side.result.name,
             drawing=self._drawings.after(alike, drawn, op),
             bytes=size,
             proof=proof,
+            **vars(where),
         )
         job.site(view.order[side.result], site)
         if job.pictures and before:
-            job.pictures.after(before, f"{RULE} {source}")
+            job.pictures.after(before, f"{RULE} {where.source}")
 
     def finish(self) -> None:
         remove_dead(self._job.graph, list(self._replaced), set())
