@@ -19,7 +19,7 @@ import torch
 import ltx_inductor.ops  # noqa: F401  (registers the ops whose schemas are part of the id)
 from ltx_inductor import __version__
 from ltx_inductor.config import Config
-from ltx_inductor.kernels import profit
+from ltx_inductor.kernels import profit, proofs
 
 _PACKAGE = Path(__file__).resolve().parent
 # Every source that has a say in what the pass writes into a graph.
@@ -42,6 +42,7 @@ def cache_id(config: Config) -> str:
         source_digest(),
         kernel_digest(),
         f"kernels can be built: {_can_build()}",
+        f"kernels that have failed: {proofs.failures()}",
         f"exact kernels can be built: {config.exact and importlib.util.find_spec('tilelang') is not None}",
         *_schemas(),
     ]
@@ -91,5 +92,5 @@ def _can_build() -> bool:
 
 def _schemas() -> list[str]:
     """Schemas of all ops of our namespace that the rewrite can put into a graph."""
-    names = ("rmsnorm_split_rope", "qk_rmsnorm_split_rope", "na3d")
+    names = ("rmsnorm_split_rope", "qk_rmsnorm_split_rope", "rmsnorm_axial_rope", "na3d")
     return [str(getattr(torch.ops.ltx_inductor, name).default._schema) for name in names]

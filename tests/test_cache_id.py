@@ -10,6 +10,7 @@ import torch
 from ltx_inductor import cache_id, kernels
 from ltx_inductor.config import RULES, Config
 from ltx_inductor.joint_pass import LtxPass
+from ltx_inductor.kernels import proofs
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,6 +54,23 @@ def test_the_id_covers_whether_kernels_can_be_built(monkeypatch):
     assert len({*nothing, *compiler}) == 4
     assert nothing[0] == tilelang[0]
     assert nothing[1] != tilelang[1]
+
+
+def test_the_id_covers_kernels_that_failed(tmp_path, monkeypatch):
+    """The graph that is left unfused where one fails is for that process: the next tries the kernel itself."""
+    monkeypatch.setenv("LTX_INDUCTOR_CACHE", str(tmp_path))
+    before = cache_id.cache_id(Config())
+
+    def settle(refusal):
+        return proofs.settle("na3d", "the kernel", lambda: {"refusal": refusal}, lambda: None, lambda sentence: None)
+
+    assert settle(None) is None
+    assert cache_id.cache_id(Config()) == before
+    assert settle("it is wrong") == "it is wrong"
+    after = cache_id.cache_id(Config())
+    assert after != before
+    settle("it is wrong again")
+    assert cache_id.cache_id(Config()) == after  # the same kernel: no process after the second pays
 
 
 def test_the_id_covers_versions_and_schemas(monkeypatch):

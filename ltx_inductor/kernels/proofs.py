@@ -82,7 +82,22 @@ def settle(
         accept()
     else:
         turn_off(sentence)
+        _note_failure(kernel, sentence)
     return sentence
+
+
+def _note_failure(kernel: str, sentence: str) -> None:
+    """Leaves a trace, for the id of Inductor's caches: another process must not be answered by the graph that this one
+    leaves unfused, but try the kernel itself."""
+    where = f"{kernel}\n{torch.__version__}\n{torch.version.cuda}"
+    path = _folder() / f"{hashlib.sha256(where.encode()).hexdigest()[:24]}.failed"
+    with contextlib.suppress(OSError):  # then nobody shares this cache
+        store.publish(path, json.dumps({"kernel": kernel, "refusal": sentence}, indent=2).encode())
+
+
+def failures() -> list[str]:
+    """Names of the kernels that have failed on this machine, as far as they tell one from another."""
+    return sorted(path.name for path in _folder().glob("*.failed"))
 
 
 def _measured(measure: Callable[[], Record]) -> Record:

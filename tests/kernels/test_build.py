@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltx_inductor.kernels import build, compilers, fna, rope, rope_specs, sources, store
+from ltx_inductor.kernels import build, compilers, fna, rope, rope_axial, rope_specs, sources, store
 from ltx_inductor.kernels.compilers import Compiler
 
 needs_nvcc = pytest.mark.skipif(compilers.find_nvcc() is None, reason="no nvcc")
@@ -199,10 +199,13 @@ def test_the_launcher_loads_and_refuses_wrong_arguments() -> None:
 def test_prebuild(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope_specs, "PRODUCTION", (SPEC,))
     monkeypatch.setattr(fna, "PRODUCTION", ((3, 5, 5),))
+    monkeypatch.setattr(rope_axial, "PRODUCTION", (rope_axial.Spec("fp32-rope", SPEC.dtype, (8, 8)),))
     built = build.prebuild(["9.0a", "8.0"])
     assert [arch for arch, _ in built] == ["9.0a", "8.0"]
     names = sorted(f.name for f in Path(built[0][1]).glob("*.cubin"))
-    assert [re.search(r"sm_\d+", n)[0] for n in names] == ["sm_90", "sm_80", "sm_90"]  # type: ignore[index]
+    kinds = [(n.split("-")[0:2], re.search(r"sm_\d+", n)[0]) for n in names]  # type: ignore[index]
+    axial = [arch for (_, kind), arch in kinds if kind == "axial"]
+    assert (len(kinds), axial) == (5, ["sm_80", "sm_90"])
     with pytest.raises(ValueError, match="expected a compute capability"):
         build.prebuild(["sm_20"])
 
