@@ -37,17 +37,6 @@ def traced(module, inputs):
         return trace(module, inputs)[0]
 
 
-class OnInputs(nn.Module):
-    """`inner`, from what a test passes in, edited."""
-
-    def __init__(self, inner, edit):
-        super().__init__()
-        self.inner, self.edit = inner, edit
-
-    def forward(self, *inputs):
-        return self.inner(*self.edit(*inputs))
-
-
 class UnderTokens(Axial):
     """x as [B, S, heads, head_dim], every table along all tokens."""
 
@@ -216,18 +205,6 @@ class TwoSources(Axial):
         )
 
 
-class Written(Axial):
-    """q is overwritten between its norm and the end of the rotation."""
-
-    def forward(self, q, k, *tables):
-        n, count = self.norm_q(q), len(self.pairs)
-        parts = self.parts(n)
-        first = self.turn(parts[0], tables[0], tables[count])
-        torch.ops.aten.zero_.default(q)
-        rest = [self.turn(p, c, s) for p, c, s in zip(parts[1:], tables[1:count], tables[count + 1 :], strict=True)]
-        return torch.cat([first, *rest], -1)
-
-
 REFUSED = {
     "another order": (Axial(order=(1, 0, 2)), "joins elements 8:20, 0:8, 20:32"),
     "halves apart": (Axial(axial.halves), "lie half of it apart|half|halves"),
@@ -260,6 +237,23 @@ def test_heads_with_angles_of_their_own():
     tables = [t.expand(*t.shape[:-2], axial.HEADS, -1).contiguous() for t in tables]
     _, report = rewritten(traced(model, (q, k, *tables)).gm)
     assert "differs from head to head" in report.refusals[0].reason
+
+
+@pytest.mark.parametrize("written", ["x", "table"])
+def test_what_is_written_to_before_the_end_is_refused(written):
+    model = Axial().eval()
+    t = traced(model, model.inputs())
+    gm = copy_graph(t.gm)
+    target = next(
+        n
+        for n in gm.graph.find_nodes(op="placeholder")
+        if n.meta["val"].dim() == 6 and (n.meta["val"].dtype == torch.float32) == (written == "table")
+    )
+    last = [n for n in gm.graph.nodes if n.target is torch.ops.aten.cat.default][-1]
+    with gm.graph.inserting_before(last):
+        gm.graph.call_function(torch.ops.aten.zero_.default, (target,)).meta["val"] = target.meta["val"]
+    _, report = rewritten(gm)
+    assert any("writes to the memory of" in r.reason for r in report.refusals if r.rule == RULE), report
 
 
 def test_training_graphs_are_left_alone():
