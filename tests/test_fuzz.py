@@ -22,7 +22,7 @@ from .harness import ADDCMUL_KEPT, output_node, shape_facts
 
 aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent
-SEEDS, PER_RECIPE = range(4), 25
+SEEDS, PER_RECIPE = range(80), 25  # 2,000 graphs: 4 minutes of one core
 FOUND = {
     "cast before the heads": Recipe(q=Side(norm="rms_per_head"), rounding="fp32-all"),
     "cast before the heads, of a slice": Recipe(
@@ -55,7 +55,7 @@ def test_a_composed_graph_and_what_becomes_of_it(seed: int) -> None:
     tally = Tally()
     fuzz_recipe(draw_recipe(seed), seed, PER_RECIPE, tally)
     check(tally)
-    assert tally.total > 10
+    assert tally.total == PER_RECIPE
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -130,6 +130,7 @@ class Legal:
             special = recipe.special and seed > 0
             draws.redraw(module, given, recipe.axes("seq"), recipe.head_dim, seed, 4 * seed, special)
         self.gm, self.calls = trace_calls(module, inputs, recipe.dynamic_axes())
+        self.results = run(self.gm, self.calls)
 
     def graph(self, seed: int, edits: int, mutations: int) -> tuple[fx.GraphModule, list[str]] | None:
         """A legal edit of the graph, with that many mutations; None where the seed makes no graph to compile."""
@@ -177,6 +178,5 @@ class Legal:
     def _changed(self, wants: list[list[Any]]) -> str | None:
         """What legal edits changed after all; results that they added come last and are not compared."""
         n = len(output_node(self.gm.graph).args[0])
-        before = run(self.gm, self.calls)
-        assert before is not None
-        return bit_difference([w[:n] for w in wants], [b[:n] for b in before])
+        assert self.results is not None
+        return bit_difference([w[:n] for w in wants], [b[:n] for b in self.results])
