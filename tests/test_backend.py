@@ -97,7 +97,7 @@ def test_modes(monkeypatch, mode):
     [
         ({"options": {"ltx_inductor.cpus": True}}, "ltx_inductor.cpu, .*ltx_inductor.strict"),
         ({"options": {"ltx_inductor.cpu": 1}}, "expected True or False"),
-        ({"options": {"ltx_inductor.rules": ["rope"]}}, "the rules are: rmsnorm_split_rope"),
+        ({"options": {"ltx_inductor.rules": ["rope"]}}, "the rules are: rmsnorm_axial_rope, rmsnorm_split_rope"),
         ({"options": {"no_such_thing": 1}}, "Unexpected optimization option no_such_thing"),
         ({"options": {"max_fusion_size": "x"}}, "Unexpected type of attr max_fusion_size"),
         ({"options": None, "mode": "fast"}, "Unrecognized mode=fast"),

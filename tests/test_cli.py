@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ltx_inductor import bench, cli, demo, doctor, kernels
+from ltx_inductor.config import RULES
 from ltx_inductor.kernels import build, repro, store
 from ltx_inductor.rewrite.report import GraphReport, Refusal, RewriteReport, Site
 from tests import stand_in
@@ -79,7 +80,7 @@ def test_explain_expects_by_rule(capsys):
     for wrong in ("rope=1", f"{rope}=one", "-1"):
         with pytest.raises(SystemExit, match="2"):
             expect(wrong)
-        assert f"expected N or RULE=N, where RULE is one of {rope}, {attention}" in capsys.readouterr().err
+        assert f"expected N or RULE=N, where RULE is one of {', '.join(RULES)}" in capsys.readouterr().err
 
 
 def test_explain_writes_a_page(tmp_path, capsys):

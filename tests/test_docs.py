@@ -2,10 +2,11 @@
 
 python blocks share one namespace per page; with title="x.py" they are written to that file instead (and with
 replaces="text" put in place of a part of it). console blocks: the lines after a "$ command" have to be in its output,
-in that order, but for spacing; "..." stands for anything. A command whose output shows a failure has to exit with 1,
-all others with 0. A comment before a block says why it is not run (`<!-- not run: reason -->`) or that it needs a GPU
-(`<!-- gpu -->`). Everything runs but code generation. sh blocks install, build or take minutes: of them `doctor` is
-run, the arguments of our other commands are parsed, and targets of make have to be there.
+in that order, but for spacing; "..." stands for anything. So do those of an output block, in what the python block
+before it has printed. A command whose output shows a failure has to exit with 1, all others with 0. A comment before a
+block says why it is not run (`<!-- not run: reason -->`) or that it needs a GPU (`<!-- gpu -->`). No code is generated
+but by scripts in a process of their own. sh blocks install, build or take minutes: of them `doctor` is run, the
+arguments of our other commands are parsed, and targets of make have to be there.
 """
 
 from __future__ import annotations
