@@ -1,4 +1,4 @@
-"""How the neighborhood-attention benchmarks time: contenders in turns, several calls of a short one to a sample."""
+"""How benchmarks time: contenders in turns, several calls of a short one to a sample, or replays of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ def once(call: Callable[[], Any], times: int = 1) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / times
+
+
+def replay_of(call: Callable[[], Any], times: int) -> Callable[[], None]:
+    """The replay of a CUDA graph of that many calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for _ in range(times)]
+    del kept
+    return graph.replay
 
 
 def in_turns(

@@ -4,7 +4,8 @@
     python benchmarks/profit.py --out mine.json      this machine's: options={"ltx_inductor.profit": "mine.json"}
 
 RMSNorm + split RoPE of q and k as diffusers spells it, compiled by stock Inductor and by backend="ltx", from 1 to 4,096
-tokens; neighborhood attention by NATTEN and by the op, from a grid hardly larger than its window on (if NATTEN runs).
+tokens; the decoder's norm, scale and 3-axis RoPE in the same way, with the tables that it makes; neighborhood attention
+by NATTEN and by the op, from a grid hardly larger than its window on (if NATTEN runs).
 Times are of the GPU: medians over replays of a CUDA graph of several calls, contenders in turns. Small calls find their
 inputs in the L2 cache, as they do behind the projection that made them. (A window as large as the grid is left out:
 NATTEN runs plain attention there.)
@@ -27,12 +28,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ltx_inductor
-from benchmarks.fna_timing import in_turns
+from benchmarks import axial
+from benchmarks.fna_timing import in_turns, replay_of
 from benchmarks.rope import model_chain
 
 CALLS, ROUNDS = 8, 40
 TOKENS = (1, 8, 64, 256, 1024, 4096)
 HEADS = ((8, 64), (32, 64), (32, 128))  # heads, head_dim
+AXIAL = [((1, 1, 8), 4), ((3, 8, 8), 4), ((6, 16, 24), 4), ((18, 16, 24), 32), ((33, 64, 96), 4)]  # grid, heads
 GRIDS = [  # grid, window, heads
     ((4, 6, 6), (3, 5, 5), 8),
     ((4, 8, 8), (3, 5, 5), 8),
@@ -44,24 +47,9 @@ GRIDS = [  # grid, window, heads
 ]
 
 
-def replay_of(call: Callable[[], Any]) -> Callable[[], None]:
-    """The replay of a CUDA graph of CALLS calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for _ in range(CALLS)]
-    del kept
-    return graph.replay
-
-
 def compare(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Microseconds of a call of each."""
-    replays = {name: replay_of(call) for name, call in calls.items()}
+    replays = {name: replay_of(call, CALLS) for name, call in calls.items()}
     for replay in replays.values():
         replay()
     return {name: statistics.median(ms) * 1e3 / CALLS for name, ms in in_turns(replays, ROUNDS).items()}
@@ -95,6 +83,15 @@ def rope_rows() -> Iterator[dict[str, Any]]:
             assert not report.refusals, report  # else Inductor would be compared with itself
             assert report.count() > 0, report
             yield row("rmsnorm_split_rope", size, us, f"{tokens} tokens, {heads} heads of {head_dim}")
+
+
+def axial_rows() -> Iterator[dict[str, Any]]:
+    """Of one side, half of q and k."""
+    for grid, heads in AXIAL:
+        stock, ours, q, k = axial.compiled(grid, heads, {"ltx_inductor.profit": "any"})
+        us = compare({"other": lambda f=stock, a=(q, k): f(*a), "ltx": lambda f=ours, a=(q, k): f(*a)})
+        half = {name: value / 2 for name, value in us.items()}
+        yield row("rmsnorm_axial_rope", 2 * q.nbytes, half, f"one side, grid {grid}, {heads} heads of 64")
 
 
 def neighborhood_rows() -> Iterator[dict[str, Any]]:
@@ -143,7 +140,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "rows": [*rope_rows(), *neighborhood_rows()],
+        "rows": [*rope_rows(), *axial_rows(), *neighborhood_rows()],
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
