@@ -111,6 +111,12 @@ def test_an_error_of_a_pair_names_its_side():
         PAIR(X, X, W, W, COS, SIN, COS[:, :, :1], SIN[:, :, :1], 1e-6, 1e-6, 4, 4, "bf16-chain")
 
 
+def test_an_error_of_both_sides_names_none():
+    for wrong, message in ((("bf17", "bshd"), "^contract='bf17'"), (("bf16-chain", "sbhd"), "^layout='sbhd'")):
+        with pytest.raises(ValueError, match=message):
+            PAIR(X, X, W, W, COS, SIN, None, None, 1e-6, 1e-6, 4, 4, *wrong)
+
+
 def fake(t, mode, dynamic):
     sizes = [DimDynamic.DYNAMIC if axis in dynamic else DimDynamic.STATIC for axis in range(t.dim())]
     return mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

@@ -126,8 +126,7 @@ def _check(
         raise ValueError(f"x has {x.dim()} axes; expected [B, S, H*D] or [B, S, H, D]")
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x is {x.dtype}; expected torch.bfloat16 or torch.float16")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}; expected one of {', '.join(LAYOUTS)}")
+    _check_layout(layout)
     if (x.dim() == 4 and x.shape[2] != num_heads) or (x.dim() == 3 and (num_heads < 1 or x.shape[-1] % num_heads)):
         raise ValueError(f"num_heads={num_heads} does not fit x of shape {list(x.shape)}")
     batch, tokens, heads, head_dim = _heads_shape(x, num_heads)
@@ -154,6 +153,11 @@ def _check(
                 f"{name} is {t.dtype}; expected {' or '.join(map(str, allowed))} for contract {c.name}, the same for "
                 "cos and sin"
             )
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}; expected one of {', '.join(LAYOUTS)}")
 
 
 def _certainly_not(size: Any, accepted: tuple[Any, ...]) -> bool:
@@ -201,6 +205,8 @@ def _pair(side: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         if (k_cos is None) != (k_sin is None):
             raise ValueError("k_cos and k_sin: expected both, or None for both to use q's tables")
+        _lookup(contract)  # what both sides share is told without the name of one
+        _check_layout(layout)
         k_tables = (q_cos, q_sin) if k_cos is None else (k_cos, k_sin)
         return (
             _named("q", side, q, q_weight, q_cos, q_sin, q_eps, q_heads, contract, layout),
