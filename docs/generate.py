@@ -48,6 +48,19 @@ def _rope_numbers() -> Iterator[str]:
             yield f"| {row} | {shown} | {r['inductor'] / r['ours']:.2f} |"
 
 
+def _axial_numbers() -> Iterator[str]:
+    data = json.loads((RESULTS / "axial-h200.json").read_text())
+    yield "## Numbers\n"
+    yield f"{data['device']}, torch {data['torch']}, {data['date']}; µs of the GPU for q and k, by replays of a"
+    yield "CUDA graph. The floor copies both tensors; `compiled` includes the tables.\n"
+    yield "| grid | heads of 64 | floor | the op, twice | compiled | stock Inductor | eager | Inductor / compiled |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for r in data["rows"]:
+        us = {name: f"{ms * 1e3:.0f}" for name, ms in r["ms"].items()}
+        shown = " | ".join(us.get(name, "not run") for name in ("floor", "op", "ltx", "stock", "eager"))
+        yield f"| {' x '.join(map(str, r['grid']))} | {r['heads']} | {shown} | {r['times_stock']:.2f} |"
+
+
 def _neighborhood_numbers() -> Iterator[str]:
     for schedule, name in (("ltx", "fna"), ("exact", "fna-exact")):
         data = json.loads((RESULTS / f"{name}-h200.json").read_text())
@@ -91,11 +104,12 @@ def _bits_of_eager(*contracts: str) -> dict[str, str]:
 ABOUT = {
     "rmsnorm_axial_rope": About(
         "RMSNorm per head, a scale, and RoPE over several token axes, of one tensor. The same bits as eager.",
-        "",
+        "axial-rope.md",
         modules=("rewrite.axial_rule",),
         ops=("rmsnorm_axial_rope",),
         kernels="_Axial",
         contracts=_bits_of_eager("fp32-rope", "fp32-rope-muladd"),
+        numbers=_axial_numbers,
     ),
     "rmsnorm_split_rope": About(
         "RMSNorm, then split RoPE, of attention queries and keys. The same bits as eager, by rounding contract.",
@@ -132,8 +146,7 @@ def _page(rule: str, sources: Sources) -> Iterator[str]:
     about = ABOUT[rule]
     yield f"# `{rule}`\n"
     yield f"<!-- Written by docs/generate.py from the sources: edit those. -->\n\n{about.sentence}\n"
-    if about.more:
-        yield f"What it matches in detail, and why the result is right: [{about.more}](../{about.more}).\n"
+    yield f"What it matches in detail, and why the result is right: [{about.more}](../{about.more}).\n"
     yield "## What it writes\n"
     yield "```text"
     yield from (str(getattr(torch.ops.ltx_inductor, op).default._schema) for op in about.ops)

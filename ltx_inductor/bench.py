@@ -23,7 +23,7 @@ from rich.table import Table
 from ltx_inductor import readiness
 
 ROOT = Path(__file__).resolve().parents[1]
-_ROPE, _NEIGHBORHOOD = "rmsnorm_split_rope", "neighborhood_attention"
+_ROPE, _AXIAL, _NEIGHBORHOOD = "rmsnorm_split_rope", "rmsnorm_axial_rope", "neighborhood_attention"
 _ASK_NATTEN = "import natten, sys; sys.exit(not natten.HAS_LIBNATTEN)"
 
 
@@ -50,6 +50,7 @@ SCRIPTS = {
     for s in (
         Script("pass_cost", (), ("--blocks", "1"), 4, 1),
         Script("rope", (), ("--parts", "production", "--rows", "v1536", "a126"), 71, 10, _ROPE),
+        Script("axial", (), ("--rounds", "5"), 7, 7, _AXIAL),
         Script("host", (), (), 18, 18, _ROPE),
         Script("fna", (), ("--budget-ms", "100"), 24, 24, _NEIGHBORHOOD),
         Script("fna_exact", (), ("--budget-ms", "100"), 8, 8, _NEIGHBORHOOD, natten=True),
@@ -160,6 +161,15 @@ def _rope(data: dict[str, Any]) -> Table:
     return table
 
 
+def _axial(data: dict[str, Any]) -> Table:
+    columns = ("grid", "heads", "µs", "Inductor µs", "floor / op", "Inductor / ours")
+    table = Table(*columns, title="axial: norm, scale and 3-axis RoPE of q and k, µs of the GPU")
+    for r in data["rows"]:
+        us = (f"{r['ms'][name] * 1e3:.1f}" for name in ("ltx", "stock"))
+        table.add_row(_by(r["grid"]), str(r["heads"]), *us, f"{r['of_floor']:.3f}", f"{r['times_stock']:.2f}")
+    return table
+
+
 def _host(data: dict[str, Any]) -> Table:
     table = Table("call", "µs", title="host: µs of wall time per call, without CUDA graphs")
     for call, us in data["host_us"].items():
@@ -228,6 +238,6 @@ def _by(sizes: Iterable[int]) -> str:
 
 
 _TABLES = {
-    "rope": _rope, "host": _host, "fna": _fna, "fna_exact": _fna_exact, "block": _block,
+    "rope": _rope, "axial": _axial, "host": _host, "fna": _fna, "fna_exact": _fna_exact, "block": _block,
     "decoder_block": _decoder_block, "decoder": _decoder, "pass_cost": _pass_cost,
 }  # fmt: skip

@@ -261,7 +261,7 @@ def test_the_readme_says_how_the_decoder_was_measured():
         assert f"16,384 tokens; here, for all three alike, they have {data['swiglu_tile']:,}" in text
         videos |= {(r["frames"], r["height"]): r["stage_5"] for r in data["rows"]}
     samples = {video: set(stage["samples"].values()) for video, stage in videos.items()}
-    assert samples == {(33, 256): {20}, (121, 512): {2}, (121, 1088): {2}}
-    assert "33 frames are medians of 20 samples, both columns of 121 frames medians of 2." in text
+    assert samples == {(33, 256): {17}, (121, 512): {2}, (121, 1088): {2}}
+    assert "33 frames are medians of 17 samples (12 for the latent), both columns of 121 frames medians of 2." in text
     (error,) = (stage["error_to_fp32"] for stage in videos.values() if "error_to_fp32" in stage)
     assert f"measured at 33 frames only: {error['ltx']:.2e} both".replace("e-03", "e-3") in text

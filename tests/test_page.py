@@ -140,6 +140,16 @@ def test_the_saving_is_the_measured_one(report):
     assert "a few µs" in groups.Group([site], None).saving
 
 
+def test_the_saving_of_an_axial_side(report):
+    data = json.loads((ROOT / "benchmarks" / "results" / "axial-h200.json").read_text())
+    row = next(r for r in data["rows"] if r["grid"] == [121, 136, 240])
+    moved = 2 * 121 * 136 * 240 * 4 * 64 * 2
+    site = report.to_dict()["graphs"][0]["sites"][0] | {"pair": None, "rule": "rmsnorm_axial_rope"}
+    us = float(re.match(r"about (\d+) µs", groups.Group([site | {"bytes": moved}], None).saving).group(1))
+    assert us == pytest.approx((row["ms"]["stock"] - row["ms"]["op"]) * 1e3 / 2, rel=0.03)
+    assert "5 to 10 times" in groups.Group([site | {"bytes": None}], None).saving
+
+
 def test_a_call_of_neighborhood_attention():
     shapes = dict.fromkeys(("q", "k", "v", "out"), "[1,33,64,96,4,64]") | {"window": "[11,11,11]"}
     site = Site("neighborhood_attention", "ltx_inductor::na3d", None, None, "decoder.py:5", shapes, "fast", "out_1")

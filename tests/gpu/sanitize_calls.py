@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ltx_inductor.kernels import fna, rope
+from ltx_inductor.kernels import axial_gate, fna, rope, rope_axial
+from ltx_inductor.kernels.rope_axial import Spec
 from tests.gpu.rope_cases import FP32, Case, Side, make, prepare, run
 
 PATHS = (rope.AUTO, rope.PAIR, rope.ROW, rope.ANY)
@@ -36,6 +37,13 @@ CALLS = [
     Case(Side(2, heads=64), Side(2, heads=64), 256),  # the largest row: 16384
     Case(Side(130, heads=32), Side(130, heads=32), 128),
 ]
+AXIAL = [  # configuration, token axes and heads, scale
+    (Spec("fp32-rope-muladd", torch.bfloat16, (8, 12, 12)), (1, 3, 5, 7), 4, 0.125),
+    (Spec("fp32-rope-muladd", torch.bfloat16, (8, 12, 12)), (2, 2, 3, 9), 1, 72**-0.5),
+    (Spec("fp32-rope", torch.float16, (3, 5, 8)), (2, 5, 3), 3, 1.0),
+    (Spec("fp32-rope", torch.bfloat16, (32, 48, 48)), (2, 3, 3, 3), 5, 72**-0.5),
+    (Spec("fp32-rope-muladd", torch.bfloat16, (12, 16, 20)), (1, 1, 1, 11), 2, 0.125),
+]
 GRIDS = [((4, 5, 9), (3, 3, 3)), ((11, 11, 11), (11, 11, 11)), ((12, 7, 33), (11, 5, 7)), ((2, 2, 2), (2, 2, 2))]
 
 
@@ -53,8 +61,16 @@ def main() -> None:
         missing = fna.prepare(arch, device=0, **kernel)
         assert missing is None, missing
         neighborhoods.append((grid, window, exact))
+    for spec, *_ in AXIAL:
+        missing = rope_axial.prepare(arch, spec, 0)
+        assert missing is None, missing
     if build_only:
         return
+    for spec, grid, heads, scale in AXIAL:
+        x, *rest = axial_gate.draw(spec, grid, heads, 0)
+        apart = torch.nn.functional.pad(x, (0, 12))[..., : x.shape[-1]]
+        for source in (x, apart):
+            launched += rope_axial.launch(source, *rest, 1e-6, scale, spec.contract) is not None
     for case, path in itertools.product(CALLS, PATHS):
         launched += run(case, make(case, 0), path) is not None
     for grid, window, exact in neighborhoods:
@@ -62,7 +78,7 @@ def main() -> None:
         fna.launch(q, k, v, window, 0.125, exact)
         launched += 1
     torch.cuda.synchronize()
-    wanted = len(CALLS) * len(PATHS) + len(neighborhoods)  # 112 where both schedules of neighborhood attention are
+    wanted = len(CALLS) * len(PATHS) + 2 * len(AXIAL) + len(neighborhoods)  # 122 with both schedules of na3d
     assert launched == wanted, f"launched {launched} of {wanted} calls"
     print(f"launched {launched} calls")
 
