@@ -347,7 +347,8 @@ def test_the_decoder_block_of_diffusers(natten):
         got = rewritten(block, (x, context, modulation), rewrite)(x, context, modulation)
     finally:
         natten_calls.remove(token)
-    (site,) = (s for r in reports for s in r.sites)
+    *axial, site = (s for r in reports for s in r.sites)
+    assert [s.rule for s in axial] == ["rmsnorm_axial_rope"] * 2
     assert site.form == "ltx_inductor::natten_na3d"
     assert site.source.startswith("ltx2_diffusion_decoder.py:")
     torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
