@@ -135,9 +135,10 @@ _off: dict[tuple[int, Spec], str] = {}  # why it must not run
 
 def turn_off(device: int, spec: Spec, sentence: str) -> None:
     """From now on `prepare` and `launch` say no, in this process; `sentence` says why."""
-    _off[device, spec] = sentence
-    _accepted.discard((device, spec))
-    _plans.clear()
+    with _lock:
+        _off[device, spec] = sentence
+        _accepted.discard((device, spec))
+        _plans.clear()
 
 
 def accept(device: int, spec: Spec) -> None:
@@ -229,10 +230,12 @@ def launch(
     if plan is None:
         check()
         plan = _planned(x, weight, cos, sin, eps, scale, contract)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        if not proofs.measuring():  # another thread must not launch what this one is only trying
-            _plans[key] = plan
+        with _lock:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            # another thread must not launch what this one is only trying, or what was turned off meanwhile
+            if (x.device.index, _spec(x, cos, contract)) in _accepted:
+                _plans[key] = plan
     x_at = x.data_ptr()
     if plan.declined or (plan.x_is_contiguous and x_at % 8):
         return None

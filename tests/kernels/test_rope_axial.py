@@ -172,6 +172,23 @@ def test_a_plan_is_made_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(checks) == len(rope_axial._plans) == 2
 
 
+def test_a_plan_of_a_kernel_that_is_turned_off_meanwhile_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded()
+    monkeypatch.setattr(rope_axial.driver, "launch", lambda *_: None)
+    planned = rope_axial._planned
+
+    def slow(*args: Any) -> Any:
+        plan = planned(*args)
+        rope_axial.turn_off(None, SPEC, "by another thread")  # type: ignore[arg-type]
+        return plan
+
+    monkeypatch.setattr(rope_axial, "_planned", slow)
+    rope_axial.launch(*arguments())
+    assert not rope_axial._plans
+    with pytest.raises(KernelNotReadyError, match="by another thread"):
+        rope_axial.launch(*arguments())
+
+
 @pytest.mark.parametrize("table", ["own strides for sin", "every other", "off by one", "cos of a batch"])
 def test_tables_that_the_kernel_cannot_read_are_copied(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies have to live until the launch."""
