@@ -224,8 +224,10 @@ def launch(
     if the kernel is not ready and accepted, or was turned off.
     """
     tables = (*cos, *sin)
-    key = (x.shape, x.stride(), x.dtype, x.device.index, weight is None, eps, scale, contract, tables[0].dtype)
-    key = (*key, *(t.shape for t in tables), *(t.stride() for t in tables))
+    # 0.0 == -0.0, but their results differ in sign
+    key = (x.shape, x.stride(), x.dtype, x.device.index, eps, scale, math.copysign(1.0, scale), contract, len(cos))
+    key = (*key, *(None if t is None else (t.shape, t.dtype, t.device) for t in (weight, *tables)))
+    key = (*key, *(t.stride() for t in tables))
     plan = _plans.get(key)
     if plan is None:
         check()
@@ -298,7 +300,8 @@ def _planned(
         blocks=-(-tokens // (_THREADS // _group(spec.head_dim))),
         moved=x.numel() * x.element_size() + sum(bytes_of),
         declined=(not eps >= 1e-30 and bool(spec.head_dim & (spec.head_dim - 1)))
-        or any(n * step >= 1 << 31 for t in tables for n, step in zip(t.shape, t.stride(), strict=True) if n > 1),
+        or any(sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) >= 1 << 31 for t in tables)
+        or any(step >= 1 << 31 for t in tables for step in _steps(t)),
         x_is_contiguous=x.is_contiguous(),
         copies_x=x.stride(-1) != 1 or any(step % 4 for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1),
         copies_tables=any(_steps(c) != _steps(s) for c, s in zip(cos, sin, strict=True))

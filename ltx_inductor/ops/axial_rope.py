@@ -8,8 +8,8 @@ cos[0] and sin[0], the next by cos[1] and sin[1], and so on. Usually table i var
 
 x       [*tokens, heads, head_dim] with 1 to 4 token axes, bf16 or fp16; any strides
 weight  [head_dim], the dtype of x, or None
-cos,sin 1 to 3 each, [*tokens, 1, pairs] with 1 for every token axis that a table does not vary along; fp32 or the
-        dtype of x, any strides; the pairs of all axes are half of head_dim
+cos,sin 1 to 3 each, [*tokens, 1, pairs] with 1 for every token axis that a table does not vary along; all fp32 or
+        all the dtype of x, any strides; the pairs of all axes are half of head_dim
 scale   the norm, rounded, is multiplied by it and rounded again; 1 is nothing
 out     shape and dtype of x, contiguous
 
@@ -94,7 +94,7 @@ def _checked(x: Tensor, weight: Tensor | None, cos: Sequence[Tensor], sin: Seque
         )
     for name, tables in (("cos", cos), ("sin", sin)):
         for i, (t, of_cos) in enumerate(zip(tables, cos, strict=True)):
-            _check_table(f"{name}[{i}]", t, of_cos, x)
+            _check_table(f"{name}[{i}]", t, of_cos, x, cos[0].dtype)
     for name, tensors in (("weight", [weight]), ("cos", cos), ("sin", sin)):
         for t in tensors:
             if t is not None and t.device != x.device:
@@ -102,14 +102,16 @@ def _checked(x: Tensor, weight: Tensor | None, cos: Sequence[Tensor], sin: Seque
     return c
 
 
-def _check_table(name: str, t: Tensor, of_cos: Tensor, x: Tensor) -> None:
+def _check_table(name: str, t: Tensor, of_cos: Tensor, x: Tensor, dtype: torch.dtype) -> None:
     wanted = [*(f"{n} or 1" for n in x.shape[:-2]), 1, of_cos.shape[-1]]
     if t.dim() != x.dim() or t.shape[-2] != 1 or t.shape[-1] != of_cos.shape[-1]:
         raise ValueError(f"{name} has shape {list(t.shape)}; expected {wanted} for x of shape {list(x.shape)}")
     if any(_certainly(n != 1) and _certainly(n != m) for n, m in zip(t.shape[:-2], x.shape[:-2], strict=True)):
         raise ValueError(f"{name} has shape {list(t.shape)}; expected {wanted} for x of shape {list(x.shape)}")
-    if t.dtype not in (x.dtype, torch.float32) or t.dtype != of_cos.dtype:
-        raise ValueError(f"{name} is {t.dtype}; expected {x.dtype} or torch.float32, the same for cos and sin")
+    if t.dtype not in (x.dtype, torch.float32) or t.dtype != dtype:
+        raise ValueError(
+            f"{name} is {t.dtype}; expected {x.dtype} or torch.float32, the same for cos and sin of all axes"
+        )
 
 
 def _certainly(fact: Any) -> bool:

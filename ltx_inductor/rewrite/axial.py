@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from ltx_inductor.contract import Contract
+from ltx_inductor.contract import Contract, lookup
 from ltx_inductor.rewrite.axes import Plan, plan
 from ltx_inductor.rewrite.digits import Coords, Digits, NeedCase, Refuse, radix
 from ltx_inductor.rewrite.expr import Expr, Leaf, Mul, Num, contains, settled, unrounded
@@ -26,6 +26,7 @@ from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
 from ltx_inductor.rewrite.norm import Statistic
 from ltx_inductor.rewrite.region import computed_inside, reached_inside
 from ltx_inductor.rewrite.rope import Operand, Reader
+from ltx_inductor.rewrite.size import ONE
 from ltx_inductor.rewrite.view import GraphView
 
 
@@ -103,6 +104,8 @@ def read(view: GraphView, st: Statistic, region: set[Node], join: Node) -> Axial
     axis, rank = argument(join, 1, "dim", 0), len(view.sizes.shape(join))
     if axis % rank != rank - 1:
         raise Refuse(f"{join.name} joins the parts of the rotation along axis {axis}", expected="the last axis")
+    if not 3 <= rank <= 6:
+        raise Refuse(f"{join.name} has {rank} axes", expected="[*tokens, heads, head_dim] with 1 to 4 token axes")
     cuts = [_cut(view, part, region) for part in join.args[0]]
     sources = {view.same(c.source): c.source for c in cuts}
     if len(sources) != 1:
@@ -125,6 +128,17 @@ def read(view: GraphView, st: Statistic, region: set[Node], join: Node) -> Axial
     contracts = {p.contract.name for p in pieces}
     if len(contracts) != 1:
         raise Refuse(f"{join.name}: the axes are rounded differently: {', '.join(sorted(contracts))}")
+    contract = lookup(contracts.pop())
+    if contract.narrow_product or not (contract.narrow_norm and contract.narrow_result):
+        raise Refuse(
+            f"{join.name} is rounded so: {contract.describe()}", expected="norm 16-bit, n*cos fp32, result 16-bit"
+        )
+    dtypes = {str(t.node.meta["val"].dtype) for p in pieces for t in (p.cos, p.sin)}
+    if len(dtypes) != 1:
+        raise Refuse(
+            f"{join.name}: cos and sin of the axes are {' and '.join(sorted(dtypes))}",
+            expected="one dtype for all axes",
+        )
     return AxialSide(st, result, norm.weight, norm.scale, pieces)
 
 
@@ -147,9 +161,9 @@ def _as_cut(view: GraphView, n: Node) -> Cut | None:
         axis, step = argument(n, 1, "dim", 0), argument(n, 4, "step", 1)
         if not all(b is None or isinstance(b, int) for b in (start, stop)):
             return None
-    elif n.target is operator.getitem and n.args[0].target is aten.split_with_sizes.default:
-        source, sizes = n.args[0].args[:2]
-        axis, step = argument(n.args[0], 2, "dim", 0), 1
+    elif n.target is operator.getitem and n.args[0].target in (aten.split_with_sizes.default, aten.split.Tensor):
+        source, axis, step = n.args[0].args[0], argument(n.args[0], 2, "dim", 0), 1
+        sizes = [part.shape[axis] for part in n.args[0].meta["val"]]
         if not all(isinstance(size, int) for size in sizes):
             return None
         start, stop = sum(sizes[: n.args[1]]), sum(sizes[: n.args[1] + 1])
@@ -206,6 +220,11 @@ class _NormReader(Reader):
                 expected="a norm that is rounded, then scaled, then rounded",
             )
         assert isinstance(factor, Num)
+        if factor is product.a and self.x.meta["val"].device.type == "cpu":
+            raise Refuse(
+                f"{self.name} multiplies {factor} by the norm: on the CPU eager then rounds the number too",
+                expected="the norm times a number",
+            )
         return norm, float(factor.value)
 
 
@@ -278,8 +297,10 @@ class _PieceReader(Reader):
     def _planned(self, what: str, table: Leaf, groups: Sequence[Digits], negated: bool) -> Plan:
         self._check_foreign(what, table)
         found = plan(Operand(table.node, table.coords, negated), groups)
-        if found.groups[-2]:
+        if any(size != ONE for size in found.groups[-2]):  # of size 1 where there is one head
             raise Refuse(
-                f"{self.name}: {what} table {table.node.name} differs from head to head", expected="one for all"
+                f"{self.name}: {what} table {table.node.name} differs from head to head",
+                expected="one for all",
+                hint="the heads are the last axis but one: they move in front of the tokens after the rotation",
             )
         return found

@@ -17,6 +17,7 @@ from ltx_inductor.rewrite.axial import AxialSide, candidates, read
 from ltx_inductor.rewrite.digits import Refuse, internal_error
 from ltx_inductor.rewrite.drawing import Drawings
 from ltx_inductor.rewrite.legality import (
+    between,
     check_inference,
     check_mutation,
     check_norm,
@@ -113,7 +114,7 @@ class _Rewriter:
         check_sizes([*inputs, side.result], _WHAT)
         check_norm(side.statistic)
         check_readers(view, set(side.tables), side.result, inside)
-        check_mutation(view, inputs, side.result, _WHAT)
+        check_mutation(view, [*inputs, *between(side.statistic, inside)], side.result, _WHAT)
         check_streams(side.result, inside)
         if side.x.meta["val"].device.type == "cpu" and not self._job.config.cpu:
             raise on_the_cpu()

@@ -30,7 +30,7 @@ def check_region(view: GraphView, planned: SidePlan, region: set[Node]) -> SideP
     check_norm(planned.side.statistic)
     inside = computed_inside(planned.side.result, region)  # redundant once the result is replaced
     check_readers(view, {planned.side.cos.node, planned.side.sin.node}, planned.side.result, inside)
-    check_mutation(view, inputs, planned.side.result, "the rotation")
+    check_mutation(view, [*inputs, *between(planned.side.statistic, inside)], planned.side.result, "the rotation")
     check_streams(planned.side.result, inside)
     return planned
 
@@ -139,7 +139,9 @@ def _inputs(planned: SidePlan) -> Iterator[Node]:
 
 
 def check_mutation(view: GraphView, inputs: Iterable[Node], result: Node, what: str) -> None:
-    """No op between the inputs and the result writes to memory that an input may share."""
+    """No op between the inputs (and intermediates) and the result writes to memory that one of them may share."""
+    if not view.writes:
+        return
     roots = [(storage_root(n), n) for n in inputs]
     end = view.order[result]
     for n, written in view.writes:
@@ -150,6 +152,18 @@ def check_mutation(view: GraphView, inputs: Iterable[Node], result: Node, what: 
                     f"{n.name} = {n.target} writes to the memory of {read.name} before {what} is finished",
                     expected="inputs that stay as they are until the result is computed",
                 )
+
+
+def between(st: Statistic, inside: Iterable[Node]) -> list[Node]:
+    """The intermediates of a region: those of the statistic, and `inside`."""
+    found = {st.x: None, st.rstd: None}
+    todo = [st.rstd]
+    while todo:
+        for a in todo.pop().all_input_nodes:
+            if a not in found:
+                found[a] = None
+                todo.append(a)
+    return [*list(found)[1:], *inside]
 
 
 def storage_root(n: Node) -> Node:

@@ -244,7 +244,7 @@ class Prover(Lifter):
     def _compute(self, n: Node, co: Coords) -> Expr:
         if n.op == "call_function" and n.target in POINTWISE:
             keywords = tuple(sorted((k, str(v)) for k, v in n.kwargs.items()))
-            args = tuple(self._argument(a, n, co) if isinstance(a, Node) else a for a in n.args)
+            args = tuple(self._argument(a, n, co) if isinstance(a, Node) else repr(a) for a in n.args)  # 0.0 == -0.0
             return apply(f"{n.target} {n.meta['val'].dtype} {keywords}", args)
         if n.op == "call_function" and n.target in LAYOUT:
             return self._through_layout(n, co)

@@ -30,7 +30,7 @@ def value_numbers(graph: Graph, origins: Mapping[Node, Node]) -> Callable[[Node]
             return representative.get(a, a)
         if isinstance(a, (list, tuple)):
             return tuple(key(x) for x in a)
-        return type(a), a
+        return type(a), a.hex() if isinstance(a, float) else a  # 0.0 == -0.0
 
     for n in graph.nodes:
         representative[n] = n

@@ -61,6 +61,57 @@ class OwnTables(Axial):
         return super().forward(q, k, *made)
 
 
+def chained(x, cos, sin):
+    """In the dtype of x, with addcmul."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.stack((torch.addcmul(even * cos, -sin, odd), torch.addcmul(odd * cos, sin, even)), -1).flatten(-2)
+
+
+class Wide(Axial):
+    """norm: it stays in fp32; else the result does."""
+
+    def __init__(self, norm):
+        super().__init__(axial.wide, weight=False)
+        self.norm = norm
+
+    def forward(self, q, k, *tables):
+        if self.norm:
+            return self.rotated(torch.nn.functional.rms_norm(q.float(), q.shape[-1:], None, 1e-6), tables).to(q.dtype)
+        n, count = self.norm_q(q), len(self.pairs)
+        turned = [self.turn(p, c, s) for p, c, s in zip(self.parts(n), tables[:count], tables[count:], strict=True)]
+        return torch.cat(turned, -1)
+
+
+class NoHeads(Axial):
+    """x as [tokens, head_dim]."""
+
+    def forward(self, q, k, *tables):
+        return self.rotated(self.norm_q(q[0, 0, 0, :, 0]), [t[0, 0, 0, :1, 0] for t in tables])
+
+
+class HeadsFirst(Axial):
+    def forward(self, q, k, *tables):
+        return self.rotated(self.norm_q(q.movedim(-2, 1)), [t.movedim(-2, 1) for t in tables])
+
+
+class NumberFirst(Axial):
+    def scaled(self, q):
+        return torch.mul(72**-0.5, self.norm_q(q))
+
+
+class Chunked(Axial):
+    def parts(self, n):
+        return n.split(2 * self.pairs[0], -1) if self.cut == "split" else n.chunk(len(self.pairs), -1)
+
+
+class OppositeZeros(Axial):
+    """The first axis is cut from n * 0.0, the others from n * -0.0."""
+
+    def parts(self, n):
+        return [super(OppositeZeros, self).parts(n * 0.0)[0], *super().parts(n * -0.0)[1:]]
+
+
 SPELLINGS = {
     **{turn.__name__: Axial(turn) for turn in (axial.stacked, axial.unbound, axial.strided, axial.negated)},
     **{turn.__name__: Axial(turn) for turn in (axial.swapped, axial.backwards, axial.fused)},
@@ -78,6 +129,8 @@ SPELLINGS = {
     "fp16": Axial(dtype=torch.float16),
     "tokens in one axis": UnderTokens(),
     "tables made in the graph": OwnTables(),
+    "chunk": Chunked(pairs=(8, 8, 8)),
+    "split into equal parts": Chunked(pairs=(8, 8, 8), cut="split"),
 }
 
 
@@ -216,6 +269,13 @@ REFUSED = {
     "axes moved": (Moved(), "in another order"),
     "read twice": (ReadTwice(), "is also read by"),
     "two sources": (TwoSources(), "parts of 2 values"),
+    "everything in 16 bits": (Axial(chained), "is rounded so: norm 16-bit, n\\*cos 16-bit"),
+    "a norm in fp32": (Wide(norm=True), "is rounded so: norm fp32"),
+    "a result in fp32": (Wide(norm=False), "is rounded so: .*result fp32"),
+    "a number first": (NumberFirst(), "eager then rounds the number too"),
+    "no heads": (NoHeads(), "has 2 axes"),
+    "heads in front": (HeadsFirst(), "differs from head to head"),
+    "zeros of two signs": (OppositeZeros(scale=1.0), "parts of 2 values"),
 }
 
 
@@ -254,6 +314,42 @@ def test_what_is_written_to_before_the_end_is_refused(written):
         gm.graph.call_function(torch.ops.aten.zero_.default, (target,)).meta["val"] = target.meta["val"]
     _, report = rewritten(gm)
     assert any("writes to the memory of" in r.reason for r in report.refusals if r.rule == RULE), report
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_axes_of_size_one(heads):
+    model = Axial().eval()
+    for grid in ((1, 5, 1, 9), (2, 1, 1, 1)):
+        t = traced(model, model.inputs(grid, heads))
+        after, report = rewritten(t.gm)
+        report.expect(rmsnorm_axial_rope=2)
+        assert bit_difference(t.run(after), t.run()) is None
+
+
+def test_tables_of_different_dtypes():
+    model = Axial().eval()
+    q, k, *tables = model.inputs()
+    tables = [t if i % 3 == 0 else t.bfloat16() for i, t in enumerate(tables)]
+    _, report = rewritten(traced(model, (q, k, *tables)).gm)
+    assert not report.sites
+    assert "cos and sin of the axes are torch.bfloat16 and torch.float32" in report.refusals[0].reason
+
+
+def test_what_writes_to_an_intermediate_is_refused_or_right():
+    """After functionalisation there is no such write; whoever calls the pass earlier must not get other values."""
+    model = Axial().eval()
+    t = traced(model, model.inputs((2, 3, 4, 5)))
+    for i, n in enumerate(t.gm.graph.nodes):
+        if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor):
+            continue
+        gm = copy_graph(t.gm)
+        written = list(gm.graph.nodes)[i]
+        with gm.graph.inserting_after(written):
+            new = gm.graph.call_function(torch.ops.aten.mul_.Tensor, (written, 2))
+        new.meta["val"] = written.meta["val"]
+        gm.recompile()
+        after, _ = rewritten(gm)
+        assert bit_difference(t.run(after), t.run(gm)) is None, n.name
 
 
 def test_training_graphs_are_left_alone():
