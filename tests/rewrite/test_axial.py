@@ -109,7 +109,7 @@ class OppositeZeros(Axial):
     """The first axis is cut from n * 0.0, the others from n * -0.0."""
 
     def parts(self, n):
-        return [super(OppositeZeros, self).parts(n * 0.0)[0], *super().parts(n * -0.0)[1:]]
+        return [super().parts(n * 0.0)[0], *super().parts(n * -0.0)[1:]]
 
 
 SPELLINGS = {
