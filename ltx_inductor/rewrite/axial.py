@@ -11,6 +11,7 @@ piece any spelling will do (rewrite/rope.py reads it); what is cut and joined mu
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from torch.fx import Node
 from ltx_inductor.contract import Contract, lookup
 from ltx_inductor.rewrite.axes import Plan, plan
 from ltx_inductor.rewrite.digits import Coords, Digits, NeedCase, Refuse, radix
-from ltx_inductor.rewrite.expr import Expr, Leaf, Mul, Num, contains, settled, unrounded
+from ltx_inductor.rewrite.expr import Expr, Leaf, Mul, Neg, Num, contains, settled, unrounded
 from ltx_inductor.rewrite.layout import JOIN, argument, aten
 from ltx_inductor.rewrite.lift import ARITHMETIC, CAST, Lifter
 from ltx_inductor.rewrite.norm import Statistic
@@ -174,7 +175,8 @@ def _as_cut(view: GraphView, n: Node) -> Cut | None:
     if axis % len(shape) != len(shape) - 1 or step != 1 or length is None:
         return None
     start, stop, _ = slice(start, stop).indices(length)
-    return Cut(n, source, start, stop)
+    outer = _as_cut(view, source)  # a slice of a slice
+    return Cut(n, outer.source, outer.start + start, outer.start + stop) if outer else Cut(n, source, start, stop)
 
 
 def _result(view: GraphView, st: Statistic, join: Node) -> Node:
@@ -209,6 +211,9 @@ class _NormReader(Reader):
 
     def _unscaled(self, e: Expr) -> tuple[Expr, float]:
         """(the norm, what it is multiplied by and rounded again)."""
+        if isinstance(e, Neg):  # exact, before or after the rounding
+            norm, scale = self._unscaled(e.of)
+            return norm, -scale
         rounding, product = unrounded(settled(e))
         if not isinstance(product, Mul) or not isinstance(product.b if contains(product.a, self.x) else product.a, Num):
             return e, 1.0
@@ -220,12 +225,24 @@ class _NormReader(Reader):
                 expected="a norm that is rounded, then scaled, then rounded",
             )
         assert isinstance(factor, Num)
-        if factor is product.a and self.x.meta["val"].device.type == "cpu":
+        scale = float(factor.value)
+        if factor is product.a and not _is_narrow(scale, rounding):
             raise Refuse(
-                f"{self.name} multiplies {factor} by the norm: on the CPU eager then rounds the number too",
+                f"{self.name} multiplies {factor} by the norm: with the number first, eager rounds it too on the CPU",
                 expected="the norm times a number",
             )
-        return norm, float(factor.value)
+        return norm, scale
+
+
+def _is_narrow(value: float, dtype: torch.dtype) -> bool:
+    """Is it a number of that 16-bit dtype? (No tensor is asked: the pass runs where all of them are fake.)"""
+    try:
+        if dtype == torch.float16:
+            return bool(struct.unpack("<e", struct.pack("<e", value))[0] == value)
+        bits = struct.pack("<f", value)
+        return bits[:2] == b"\0\0" and struct.unpack("<f", bits)[0] == value
+    except OverflowError:
+        return False
 
 
 class _PieceReader(Reader):

@@ -113,6 +113,7 @@ class _Rewriter:
         check_plain_tensors(view, inputs)
         check_sizes([*inputs, side.result], _WHAT)
         check_norm(side.statistic)
+        _check_alignment(side.statistic)
         check_readers(view, set(side.tables), side.result, inside)
         check_mutation(view, [*inputs, *between(side.statistic, inside)], side.result, _WHAT)
         check_streams(side.result, inside)
@@ -157,6 +158,16 @@ class _Rewriter:
     def _now(self, n: Node) -> Node:
         """An input as it is now: it may be the result of an earlier site."""
         return self._replaced.get(n, n)
+
+
+def _check_alignment(st: Statistic) -> None:
+    """The op calls torch.rms_norm on x itself, where it is left to eager since x is not aligned."""
+    if st.called_in != st.x.meta["val"].dtype:
+        raise Refuse(
+            f"torch.rms_norm is called with {st.x.name} in {st.called_in}, a copy that is aligned where {st.x.name} is "
+            "not: eager then sums in another order",
+            expected="a norm that is called in the dtype of the activations",
+        )
 
 
 def _need(side: AxialSide) -> AxialNeed:

@@ -84,7 +84,7 @@ def wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Axial(nn.Module):
-    """turn: of one axis. cut: "slice", "split" or "narrow". scale: of q. order: of the axes in the result."""
+    """turn: of one axis. cut: "slice", "split", "narrow" or "nested". scale: of q. order: of the axes in the result."""
 
     def __init__(
         self,
@@ -109,6 +109,8 @@ class Axial(nn.Module):
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         if self.cut == "narrow":
             return [n.narrow(-1, start, size) for start, size in zip(starts, sizes, strict=True)]
+        if self.cut == "nested":
+            return [n[..., start:][..., :size] for start, size in zip(starts, sizes, strict=True)]
         return [n[..., start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
     def rotated(self, n: Tensor, tables: Sequence[Tensor]) -> Tensor:

@@ -97,7 +97,7 @@ class HeadsFirst(Axial):
 
 class NumberFirst(Axial):
     def scaled(self, q):
-        return torch.mul(72**-0.5, self.norm_q(q))
+        return torch.mul(self.scale, self.norm_q(q))
 
 
 class Chunked(Axial):
@@ -129,6 +129,9 @@ SPELLINGS = {
     "fp16": Axial(dtype=torch.float16),
     "tokens in one axis": UnderTokens(),
     "tables made in the graph": OwnTables(),
+    "minus one": Axial(scale=-1),
+    "a number of 16 bits first": NumberFirst(scale=0.125),
+    "slices of slices": Axial(cut="nested"),
     "chunk": Chunked(pairs=(8, 8, 8)),
     "split into equal parts": Chunked(pairs=(8, 8, 8), cut="split"),
 }
@@ -220,6 +223,14 @@ class ScaledEarly(Axial):
         return (torch.nn.functional.rms_norm(q.float(), q.shape[-1:], None, 1e-6) * self.scale).to(q.dtype)
 
 
+class CalledInFp32(Axial):
+    """The bits of the bf16 norm, unless x is not aligned."""
+
+    def scaled(self, q):
+        weight = self.norm_q.weight.float()
+        return torch.nn.functional.rms_norm(q.float(), q.shape[-1:], weight, 1e-6).to(q.dtype) * self.scale
+
+
 class WholeRow(Axial):
     """One norm over all heads."""
 
@@ -272,7 +283,8 @@ REFUSED = {
     "everything in 16 bits": (Axial(chained), "is rounded so: norm 16-bit, n\\*cos 16-bit"),
     "a norm in fp32": (Wide(norm=True), "is rounded so: norm fp32"),
     "a result in fp32": (Wide(norm=False), "is rounded so: .*result fp32"),
-    "a number first": (NumberFirst(), "eager then rounds the number too"),
+    "a number first": (NumberFirst(scale=72**-0.5), "eager rounds it too"),
+    "a norm called in fp32": (CalledInFp32(), "is called with .* in torch.float32"),
     "no heads": (NoHeads(), "has 2 axes"),
     "heads in front": (HeadsFirst(), "differs from head to head"),
     "zeros of two signs": (OppositeZeros(scale=1.0), "parts of 2 values"),
