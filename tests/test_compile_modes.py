@@ -143,6 +143,27 @@ def test_lora_in_front_of_the_norm_swapped_hot_and_fused() -> None:
     assert [len(g.sites) for g in report.graphs] == [2, 2]
 
 
+@torch.no_grad()
+@needs_fma
+def test_lora_of_peft() -> None:
+    """The same with PEFT's own layers, where it is installed (it is no dependency: it brings transformers along)."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    module, args = peft.inject_adapter_in_model(config, attention()).bfloat16().eval(), inputs()
+    model = compiled(module)
+    assert bit_difference(model(*args), module(*args)) is None
+    state = {name: torch.randn_like(w) for name, w in peft.get_peft_model_state_dict(module).items()}
+    peft.set_peft_model_state_dict(module, state)  # hot-swap
+    assert bit_difference(model(*args), module(*args)) is None
+    before = module(*args)[1]
+    for layer in (module.to_q, module.to_k):
+        layer.merge()
+    assert bit_difference(model(*args), module(*args)) is None
+    assert bit_difference(module(*args)[1], before) is not None  # the sum in the weight rounds elsewhere: it was fused
+    report = ltx_inductor.last_report()
+    assert {len(g.sites) for g in report.graphs} == {2}
+
+
 class Fp8Linear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
