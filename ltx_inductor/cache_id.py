@@ -19,7 +19,7 @@ import torch
 import ltx_inductor.ops  # noqa: F401  (registers the ops whose schemas are part of the id)
 from ltx_inductor import __version__
 from ltx_inductor.config import Config
-from ltx_inductor.kernels import profit, proofs
+from ltx_inductor.kernels import counts, profit, proofs
 
 _PACKAGE = Path(__file__).resolve().parent
 # Every source that has a say in what the pass writes into a graph.
@@ -92,5 +92,4 @@ def _can_build() -> bool:
 
 def _schemas() -> list[str]:
     """Schemas of all ops of our namespace that the rewrite can put into a graph."""
-    names = ("rmsnorm_split_rope", "qk_rmsnorm_split_rope", "rmsnorm_axial_rope", "na3d")
-    return [str(getattr(torch.ops.ltx_inductor, name).default._schema) for name in names]
+    return [str(getattr(torch.ops.ltx_inductor, name).default._schema) for name in counts.OPS]

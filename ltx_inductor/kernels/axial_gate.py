@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ltx_inductor.kernels import counts, gate, proofs, repro, rope_axial
-from ltx_inductor.kernels.rope_axial import Spec
+from ltx_inductor.kernels.rope_axial import OP, Spec
 
-_OP = "rmsnorm_axial_rope"
 _GRID, _HEADS = (2, 3, 9, 14), 6  # B, T, H, W: no multiples of what a warp or a CTA does, and more heads than one round
 _SCALES = (1.0, 0.125, 0.11785113019775793)  # none, 64 ** -0.5, 72 ** -0.5
 log = logging.getLogger("ltx_inductor")
@@ -31,7 +30,7 @@ def refusal(spec: Spec, device: int, reference: Callable[..., Tensor]) -> str | 
     Proves it if nobody has yet; what follows for the kernel: see `proofs.settle`.
     """
     return proofs.settle(
-        _OP,
+        OP,
         f"the kernel {spec.name}",
         lambda: proofs.verdict(device, rope_axial.facts(device, spec), lambda: _compare(spec, device, reference)),
         lambda: rope_axial.accept(device, spec),
@@ -41,12 +40,7 @@ def refusal(spec: Spec, device: int, reference: Callable[..., Tensor]) -> str | 
 
 def proof(spec: Spec, device: int) -> str:
     """What `refusal` found when it gave None, as a sentence."""
-    record = proofs.kept(device, rope_axial.facts(device, spec))
-    assert record is not None
-    return (
-        f"the kernel was compared with eager on {record['device']} with torch {record['torch']}: "
-        f"{record['elements']:,} elements, no bit differs"
-    )
+    return gate.no_bit_differs(device, rope_axial.facts(device, spec))
 
 
 def _compare(spec: Spec, device: int, reference: Callable[..., Tensor]) -> dict[str, Any]:
@@ -65,12 +59,12 @@ def _compare(spec: Spec, device: int, reference: Callable[..., Tensor]) -> dict[
             record["refusal"] = f"the kernel {spec.name} declined aligned inputs"
             return record
         wrong = repro.differing(got, reference(*args))
-        counts.checked(_OP, got.numel(), wrong)
+        counts.checked(OP, got.numel(), wrong)
         record["elements"] += got.numel()
         if wrong:
             record["refusal"] = (
                 f"the kernel {spec.name} differs from eager in {wrong} of {got.numel()} elements on {record['device']} "
-                f"with torch {torch.__version__}, so it is not used; " + repro.save(_OP, args)
+                f"with torch {torch.__version__}, so it is not used; " + repro.save(OP, args)
             )
             log.error(record["refusal"])
             return record

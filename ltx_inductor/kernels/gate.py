@@ -11,7 +11,7 @@ unfused with a sentence that says where they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,12 @@ def refusal(need: Any, device: int, reference: Callable[..., Tensor]) -> str | N
 
 def proof(need: Any, device: int) -> str:
     """What `refusal` found when it gave None, as a sentence."""
-    record = proofs.kept(device, rope.facts(device, _spec(need)))
+    return no_bit_differs(device, rope.facts(device, _spec(need)))
+
+
+def no_bit_differs(device: int, facts: Sequence[str]) -> str:
+    """The kept record of a kernel that has passed, as a sentence."""
+    record = proofs.kept(device, facts)
     assert record is not None
     return (
         f"the kernel was compared with eager on {record['device']} with torch {record['torch']}: "

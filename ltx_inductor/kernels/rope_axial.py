@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_inductor.kernels import build, counts, driver, proofs
+from ltx_inductor.kernels import build, counts, driver, proofs, rope_specs
 from ltx_inductor.kernels.rope import KernelNotReadyError
 
 TOKEN_AXES, ROPE_AXES = 4, 3  # at most this many; as in csrc/rope_axial_params.h
 _THREADS = 128
-_OP = "rmsnorm_axial_rope"
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_FMA = {"fp32-rope": True, "fp32-rope-muladd": False}  # contracts: is the product with sin added by one fma?
+OP = "rmsnorm_axial_rope"
+_DTYPES = (torch.bfloat16, torch.float16)
+_CONTRACTS = ("fp32-rope", "fp32-rope-muladd")
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,15 @@ class Spec:
     @property
     def name(self) -> str:
         """The name of its artefact, e.g. rope-axial-fp32-rope-muladd-bf16-8-12-12."""
-        return f"rope-axial-{self.contract}-{_DTYPES[self.dtype]}-{'-'.join(map(str, self.pairs))}"
+        return f"rope-axial-{self.contract}-{rope_specs.DTYPES[self.dtype]}-{'-'.join(map(str, self.pairs))}"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        values = {
-            "FP16": self.dtype == torch.float16,
-            "TABLE_F32": True,
-            "OUT_F32": False,
-            "FMA": _FMA[self.contract],
-            "ROUNDING": 1,  # ROPE of csrc/rope_config.cuh
-            "HEAD_DIM": self.head_dim,
-            "NORM": self.head_dim,
-            "PER_HEAD": True,
-            "OUT_BHSD": False,
-            "SHARED": False,
-        }
-        values |= {f"PAIRS_{axis}": n for axis, n in enumerate((*self.pairs, 0, 0)[:ROPE_AXES])}
-        return tuple(f"-DLTX_{key}={int(value)}" for key, value in values.items())
+        one_axis = rope_specs.Spec(
+            self.contract, self.dtype, torch.float32, self.head_dim, self.head_dim, per_head=True
+        )
+        pairs = (*self.pairs, 0, 0)[:ROPE_AXES]
+        return (*one_axis.flags, *(f"-DLTX_PAIRS_{axis}={n}" for axis, n in enumerate(pairs)))
 
 
 PRODUCTION = (Spec("fp32-rope-muladd", torch.bfloat16, (8, 12, 12)),)  # the LTX-2.5 diffusion decoder
@@ -101,8 +92,8 @@ def unsupported(
     pairs: of every axis of the rotation; token_axes: axes of x in front of the heads; arch: a compute capability.
     """
     what = "no kernel for a rotation over several axes"
-    if contract not in _FMA:
-        return f"{what} with rounding contract {contract!r}; kernels exist for {', '.join(_FMA)}"
+    if contract not in _CONTRACTS:
+        return f"{what} with rounding contract {contract!r}; kernels exist for {', '.join(_CONTRACTS)}"
     if dtype not in _DTYPES:
         return f"{what} of activations in {dtype}; expected torch.bfloat16 or torch.float16: cast the model"
     if table_dtype != torch.float32:
@@ -214,6 +205,7 @@ def launch(
     eps: float,
     scale: float,
     contract: str,
+    *,
     check: Callable[[], Any] = lambda: None,
 ) -> Tensor | None:
     """The op `rmsnorm_axial_rope` by its kernel: shapes as in `ltx_inductor.ops.axial_rope`.
@@ -260,7 +252,7 @@ def launch(
     params.x, params.out, params.weight = x_at, out.data_ptr(), None if weight is None else weight.data_ptr()
     params.cos[: len(cos)], params.sin[: len(sin)] = addresses[: len(cos)], addresses[len(cos) :]
     driver.launch(plan.function, plan.blocks, _THREADS, 0, x.device.index, [params])
-    counts.called(_OP, "kernel", moved=plan.moved)
+    counts.called(OP, "kernel", moved=plan.moved)
     return out
 
 

@@ -20,8 +20,6 @@ A contract may end in "+verify": the kernel's result is then compared with the r
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +30,8 @@ from ltx_inductor.contract import Contract, lookup
 from ltx_inductor.kernels import counts
 from ltx_inductor.kernels.rope import KernelNotReadyError
 from ltx_inductor.ops import verified
+from ltx_inductor.ops.rope import without_kernel
+from ltx_inductor.ops.sizes import certainly
 
 NAME = "rmsnorm_axial_rope"
 _LIBRARY = torch.library.Library("ltx_inductor", "FRAGMENT")
@@ -106,7 +106,7 @@ def _check_table(name: str, t: Tensor, of_cos: Tensor, x: Tensor, dtype: torch.d
     wanted = [*(f"{n} or 1" for n in x.shape[:-2]), 1, of_cos.shape[-1]]
     if t.dim() != x.dim() or t.shape[-2] != 1 or t.shape[-1] != of_cos.shape[-1]:
         raise ValueError(f"{name} has shape {list(t.shape)}; expected {wanted} for x of shape {list(x.shape)}")
-    if any(_certainly(n != 1) and _certainly(n != m) for n, m in zip(t.shape[:-2], x.shape[:-2], strict=True)):
+    if any(certainly(n != 1) and certainly(n != m) for n, m in zip(t.shape[:-2], x.shape[:-2], strict=True)):
         raise ValueError(f"{name} has shape {list(t.shape)}; expected {wanted} for x of shape {list(x.shape)}")
     if t.dtype not in (x.dtype, torch.float32) or t.dtype != dtype:
         raise ValueError(
@@ -114,39 +114,14 @@ def _check_table(name: str, t: Tensor, of_cos: Tensor, x: Tensor, dtype: torch.d
         )
 
 
-def _certainly(fact: Any) -> bool:
-    """A comparison of sizes, where it holds for every value of their symbols."""
-    if isinstance(fact, bool):
-        return fact
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(fact)
-
-
-def _fake(
-    x: Tensor,
-    weight: Tensor | None,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    eps: float,
-    scale: float,
-    contract: str,
-) -> Tensor:
-    _checked(x, weight, cos, sin, contract)
+def _fake(x: Tensor, weight: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor], *rest: Any) -> Tensor:
+    _checked(x, weight, cos, sin, rest[-1])
     return x.new_empty(x.shape)
 
 
-def _run(
-    x: Tensor,
-    weight: Tensor | None,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    eps: float,
-    scale: float,
-    contract: str,
-) -> Tensor:
-    contract, verify = verified.split(contract)
-    args = (x, weight, cos, sin, eps, scale, contract)
+def _run(x: Tensor, weight: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor], *rest: Any) -> Tensor:
+    contract, verify = verified.split(rest[-1])
+    args = (x, weight, cos, sin, *rest[:-1], contract)
     if not x.is_cuda:
         counts.called(NAME, "reference")
         return reference(*args)
@@ -155,18 +130,12 @@ def _run(
     try:
         out = rope_axial.launch(*args, check=lambda: _checked(x, weight, cos, sin, contract))
     except KernelNotReadyError as missing:
-        _without_kernel(str(missing))
+        without_kernel(str(missing))
         out = None
     if out is None:
         counts.called(NAME, "refused")
         return reference(*args)
     return verified.compared(NAME, out, reference, args, rope_axial.turn_off_call) if verify else out
-
-
-@functools.cache
-def _without_kernel(missing: str) -> None:
-    """Once per message: a graph out of Inductor's cache may come without the kernel it was compiled for."""
-    warnings.warn(f"ltx_inductor: running the eager chain, several times slower: {missing}", stacklevel=3)
 
 
 _LIBRARY.impl(NAME, _run, "CompositeExplicitAutograd")

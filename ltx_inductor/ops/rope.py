@@ -240,7 +240,7 @@ def _kernel_or(op: str, launch: str, chain: Callable[..., Any]) -> Callable[...,
         try:
             out = getattr(kernel, launch)(*call)
         except kernel.KernelNotReadyError as missing:
-            _without_kernel(str(missing))
+            without_kernel(str(missing))
             out = None
         if out is None:
             counts.called(op, "refused")
@@ -256,7 +256,7 @@ _pair_on_cuda = _kernel_or("qk_rmsnorm_split_rope", "launch_pair", reference_pai
 
 
 @functools.cache
-def _without_kernel(missing: str) -> None:
+def without_kernel(missing: str) -> None:
     """Once per message: a graph out of Inductor's cache may come without the kernel it was compiled for."""
     warnings.warn(f"ltx_inductor: running the eager chain, several times slower: {missing}", stacklevel=3)
 

@@ -297,7 +297,7 @@ def test_a_kernel_that_is_not_ready_is_reported(recorded: Recorded, monkeypatch:
         raise rope.KernelNotReadyError("nobody prepared it")
 
     monkeypatch.setattr(ops.kernel, "launch_pair", refuse)
-    ops._without_kernel.cache_clear()
+    ops.without_kernel.cache_clear()
     with pytest.warns(UserWarning, match="running the eager chain.*nobody prepared it"):
         call(q=MISALIGNED, k=MISALIGNED)
 
